@@ -1,0 +1,537 @@
+# Copyright 2026 The Clover authors. Licensed under the Apache License, Version 2.0.
+# Subclasses Qwen3.5-MoE, Copyright 2025 The Qwen Team and The HuggingFace Inc. team; the denoising forward of the
+# decoder layer and of the Gated DeltaNet follow the order of operations of their causal forwards.
+"""Clover: Qwen3.5-MoE's text model, which also denoises a block of masked tokens.
+
+One trunk, two passes, told apart by one argument that travels from `CloverForDiffusionLM.forward` down to the layers:
+
+- `is_causal=True`, the default: exactly `Qwen3_5MoeForCausalLM`. It prefills the prompt and commits resolved blocks.
+- `is_causal=False`, the denoising pass: its input is one block, which sees itself both ways and the clean prefix in
+  the cache, and leaves the cache as it was.
+
+What the denoising pass does differently, in the order in which a block meets it:
+
+- GDN convolution: the causal taps run over [prefix | block] and a second, right branch looks ahead inside the block.
+- GDN mixer: a softmax over the block plus one slot for all history, read from the prefix's recurrent state.
+- full attention: every prefix key and every block key, at their true rotary positions.
+- experts: exact routing, or routing inside the block's coreset of experts.
+
+Publicly stated of the vendor's model: the trunk, the four added tensors per GDN layer (their names), the formula of
+the convolution, that the mixer is "a block softmax with a history slot read from the clean state", and that routing
+uses a coreset. Decided here, because nothing public settles it: the mixer's formula and the shapes of its three
+tensors (`block_softmax_mixer`), how the coreset is chosen (`coreset_routing`), and that it is unset by default.
+
+Experts run through transformers' registry (eager, grouped_mm, batched_mm). transformers looks for the text
+"@use_experts_implementation" in this very file to learn that; without it remote code gets the slow loop, silently.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeAttention,
+    Qwen3_5MoeDecoderLayer,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeGatedDeltaNet,
+    Qwen3_5MoePreTrainedModel,
+    Qwen3_5MoeRMSNorm,
+    Qwen3_5MoeSparseMoeBlock,
+    Qwen3_5MoeTextModel,
+    Qwen3_5MoeTextRotaryEmbedding,
+    l2norm,
+)
+
+from .configuration_clover import CloverConfig, require
+from .generation_clover import CloverGenerationMixin
+
+# transformers 5.24 renamed the argument; the old name still works there, with a warning at every call.
+CACHE = "cache" if "cache" in inspect.signature(Qwen3_5MoeTextModel.forward).parameters else "past_key_values"
+
+# transformers skips its own renaming of checkpoints for custom code: without this, per-expert and
+# `model.language_model.` checkpoints would load with random experts.
+register_checkpoint_conversion_mapping(
+    CloverConfig.model_type, get_checkpoint_conversion_mapping("qwen3_5_moe_text"), overwrite=True
+)
+
+
+# ---- the denoising operators: pure functions -------------------------------------------------------------------------
+
+
+def block_conv(block: torch.Tensor, ring: torch.Tensor, taps: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Depthwise convolution of a block: causal taps over [ring | block], right taps inside the block.
+
+    `out[t] = SiLU(sum_{j<K} in[t+j] * taps[j] + sum_{1<=d<K} block[t+d] * right[d-1])`, `in = [ring | block]`; what
+    lies beyond the block counts as zero. Source: the public description of the vendor's convolution; stated, not
+    decided here. With `right` zero it is the causal convolution.
+
+    Args:
+        block: (B, C, T) raw inputs of the block.
+        ring: (B, C, K-1) the last raw inputs of the clean prefix, zeros before a row's first token.
+        taps: (C, K). right: (C, K-1).
+    Returns:
+        (B, C, T).
+    """
+    channels, kernel = taps.shape
+    causal = F.conv1d(torch.cat([ring, block], dim=-1), taps[:, None], groups=channels)
+    ahead = F.conv1d(F.pad(block[..., 1:], (0, kernel - 1)), right[:, None], groups=channels)
+    return F.silu(causal + ahead)
+
+
+def block_softmax_mixer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    log_beta: torch.Tensor,
+    state: torch.Tensor,
+    logit_scale: torch.Tensor,
+    history_bias: torch.Tensor,
+    history_c: torch.Tensor,
+) -> torch.Tensor:
+    """Mixes a block with itself, both ways, and with the prefix's recurrent state; in fp32.
+
+    Per value head, `G = cumsum(g)`, T positions:
+        l[t, j]    = logit_scale * <q_t, k_j> + log(beta_j) - |G_t - G_j|     for every j of the block
+        l[t, hist] = history_bias + history_c * log(T) + G_t
+        p          = softmax([l[t, hist], l[t, :]])
+        o_t        = (p[t, hist] * S^T q_t + sum_j p[t, j] v_j) / sqrt(d_k)
+    The decay gates give the block its recency, beta keeps what the causal kernel would hardly write from being
+    read, and log(T) lets the history slot weigh as much as the block whatever its size.
+
+    Decided here, and only here. Should the vendor's weights turn out to want the plain form - logits
+    `logit_scale * <q_t, k_j>` against `history_bias + history_c * log(T)` - drop `log_beta`, the distance term and
+    `G_t`. `docs/decisions.md` has the ablation that chose this form.
+
+    Args:
+        query, key: (B, T, H, d_k), L2-normalised over d_k. value: (B, T, H, d_v).
+        g: (B, T, H) log decay, <= 0. log_beta: (B, T, H) log of the write gate.
+        state: (B, H, d_k, d_v) recurrent state S of the clean prefix, zeros if there is none.
+        logit_scale, history_bias, history_c: (H,).
+    Returns:
+        (B, T, H, d_v), fp32.
+    """
+    query, key, value, g, log_beta = (x.transpose(1, 2).float() for x in (query, key, value, g, log_beta))
+    length, dim = query.shape[-2:]
+    decay = g.cumsum(-1)  # (B, H, T)
+    distance = (decay[..., :, None] - decay[..., None, :]).abs()
+    block_logits = logit_scale.float()[:, None, None] * (query @ key.mT) + log_beta[..., None, :] - distance
+    calibration = history_bias.float() + history_c.float() * math.log(length)
+    history_logits = (calibration[:, None] + decay)[..., None]  # (B, H, T, 1)
+    weights = torch.cat([history_logits, block_logits], dim=-1).softmax(-1)
+    mixed = weights[..., :1] * (query @ state.float()) + weights[..., 1:] @ value
+    return (mixed * dim**-0.5).transpose(1, 2)
+
+
+def coreset_routing(
+    router_logits: torch.Tensor, top_k: int, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes every token of a block inside the block's coreset of experts (after dMoE, arXiv 2605.30876).
+
+    The block's mass on an expert is the sum, over its tokens, of the router's probability where the expert is among
+    the token's top k. The coreset is the smallest set of heaviest experts whose share reaches `top_p`, and at least
+    `top_k` of them. Decided here: the vendor's code names the mechanism, not its formula.
+
+    Args:
+        router_logits: (B, T, E), one block a row. top_p: in (0, 1]. top_k: experts per token.
+    Returns:
+        weights (B, T, top_k), fp32, normalised over the chosen; expert indices (B, T, top_k).
+    """
+    probabilities = router_logits.softmax(-1, dtype=torch.float32)
+    top_values, top_indices = probabilities.topk(top_k, dim=-1)
+    mass = torch.zeros_like(probabilities[:, 0]).scatter_add_(1, top_indices.flatten(1), top_values.flatten(1))
+    heaviest = mass.sort(dim=-1, descending=True, stable=True)
+    share = heaviest.values / heaviest.values.sum(-1, keepdim=True)
+    reached_before = share.cumsum(-1) - share
+    keep = (reached_before < top_p) & (share > 0)
+    keep[:, :top_k] = True
+    in_coreset = torch.zeros_like(keep).scatter_(1, heaviest.indices, keep)  # (B, E)
+    weights, indices = probabilities.masked_fill(~in_coreset[:, None], 0.0).topk(top_k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), indices
+
+
+# ---- the prefix: a cache that can be read and not advanced -----------------------------------------------------------
+
+
+class PrefixAttentionLayer(DynamicLayer):
+    """Keys and values of the clean prefix. `update` returns [prefix | block] and stores nothing."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
+    """A cache of some rows of `cache`, or of rows repeated; `rows` are indices (b,). Copies; `cache` is unchanged."""
+    layers = []
+    for layer in cache.layers:
+        selected = type(layer)()
+        if isinstance(layer, LinearAttentionLayer):
+            if layer.has_previous_state[0]:
+                conv_states, recurrent_states = layer.conv_states[0][rows], layer.recurrent_states[0][rows]
+                selected.lazy_initialization(conv_states=conv_states, recurrent_states=recurrent_states)
+                selected.conv_states[0], selected.recurrent_states[0] = conv_states, recurrent_states
+                selected.has_previous_state[0] = True
+        elif layer.is_initialized:
+            keys, values = layer.keys[rows], layer.values[rows]
+            selected.lazy_initialization(keys, values)
+            selected.keys, selected.values = keys, values
+        layers.append(selected)
+    return Cache(layers=layers)
+
+
+def read_only(cache: Cache) -> Cache:
+    """What a denoising pass may see of a cache: attention layers that do not store, GDN layers that it only reads."""
+
+    def view(layer):
+        if not isinstance(layer, DynamicLayer):
+            return layer
+        return PrefixAttentionLayer(layer.keys, layer.values) if layer.is_initialized else DynamicLayer()
+
+    return Cache(layers=[view(layer) for layer in cache.layers])
+
+
+@dataclass
+class CloverPrefix:
+    """The clean tokens before a block: their cache, and which of its columns (B, P) are real tokens."""
+
+    cache: Cache
+    mask: torch.Tensor
+
+    def select(self, rows: torch.Tensor) -> "CloverPrefix":
+        return CloverPrefix(select_rows(self.cache, rows), self.mask[rows])
+
+
+# ---- the modules: only what differs from Qwen3.5-MoE -----------------------------------------------------------------
+
+
+class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
+    """Gated DeltaNet with a denoising pass: four added tensors, a convolution and a mixer that look both ways."""
+
+    def __init__(self, config: CloverConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        # The names are the vendor's (its llama.cpp converter lists them), the shapes of the last three are ours.
+        self.conv_right_weight = nn.Parameter(torch.zeros(self.conv_dim, self.conv_kernel_size - 1))
+        self.bd_softmax_logit_scale = nn.Parameter(torch.full((self.num_v_heads,), self.head_k_dim**0.5))
+        self.bd_softmax_history_bias = nn.Parameter(torch.zeros(self.num_v_heads))
+        self.bd_softmax_history_c = nn.Parameter(torch.ones(self.num_v_heads))
+
+    @force_accelerate_hooks("conv1d")  # the weight of conv1d is read here without calling conv1d
+    def forward(self, hidden_states: torch.Tensor, is_causal: bool = True, **kwargs) -> torch.Tensor:
+        if is_causal:
+            return super().forward(hidden_states, **kwargs)
+        return self._denoise(hidden_states, *self._prefix_states(hidden_states, kwargs[CACHE]))
+
+    def _prefix_states(self, block: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The convolution's last inputs (B, C, K-1) and the recurrent state (B, H, d_k, d_v); zeros if no prefix."""
+        if cache is not None and cache.has_previous_state(self.layer_idx):
+            layer = cache.layers[self.layer_idx]  # it keeps K inputs, of which the convolution needs K-1
+            return layer.conv_states[0][..., 1 - self.conv_kernel_size :], layer.recurrent_states[0]
+        rows = block.shape[0]
+        ring = block.new_zeros(rows, self.conv_dim, self.conv_kernel_size - 1)
+        state = block.new_zeros(rows, self.num_v_heads, self.head_k_dim, self.head_v_dim, dtype=torch.float32)
+        return ring, state
+
+    def _denoise(self, hidden_states: torch.Tensor, ring: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = hidden_states.shape
+        groups = self.num_v_heads // self.num_k_heads
+        mixed = self.in_proj_qkv(hidden_states).mT  # (B, C, T)
+        mixed = block_conv(
+            mixed, ring.to(mixed.dtype), self.conv1d.weight.squeeze(1), self.conv_right_weight.to(mixed.dtype)
+        ).mT
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        query = l2norm(query.reshape(batch, length, -1, self.head_k_dim).float()).repeat_interleave(groups, dim=2)
+        key = l2norm(key.reshape(batch, length, -1, self.head_k_dim).float()).repeat_interleave(groups, dim=2)
+        value = value.reshape(batch, length, -1, self.head_v_dim)
+        g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
+        log_beta = F.logsigmoid(self.in_proj_b(hidden_states).float())
+        mixed = block_softmax_mixer(
+            query,
+            key,
+            value,
+            g,
+            log_beta,
+            state,
+            self.bd_softmax_logit_scale,
+            self.bd_softmax_history_bias,
+            self.bd_softmax_history_c,
+        )
+        z = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
+        mixed = self.norm(mixed.reshape(-1, self.head_v_dim).to(hidden_states.dtype), z)
+        return self.out_proj(mixed.reshape(batch, length, -1))
+
+
+class CloverSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
+    """The mixture of experts; with `expert_coreset_top_p` set, tokens are routed inside their block's coreset."""
+
+    def forward(self, hidden_states: torch.Tensor, expert_coreset_top_p: float | None = None) -> torch.Tensor:
+        if expert_coreset_top_p is None:
+            return super().forward(hidden_states)
+        batch, length, dim = hidden_states.shape
+        flat = hidden_states.reshape(-1, dim)
+        router_logits = self.gate(flat)[0].view(batch, length, -1)
+        weights, indices = coreset_routing(router_logits, self.gate.top_k, expert_coreset_top_p)
+        routed = self.experts(flat, indices.flatten(0, 1), weights.flatten(0, 1).to(router_logits.dtype))
+        shared = F.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+        return (routed + shared).view(batch, length, dim)
+
+
+class CloverDecoderLayer(Qwen3_5MoeDecoderLayer):
+    """A decoder layer of two passes: the causal one is the parent's, the denoising one is spelt out."""
+
+    def __init__(self, config: CloverConfig, layer_idx: int):
+        GradientCheckpointingLayer.__init__(self)  # the parent's would build its own mixer and experts
+        self.hidden_size = config.hidden_size
+        self.block_type = config.layer_types[layer_idx]
+        if self.block_type == "linear_attention":
+            self.linear_attn = CloverGatedDeltaNet(config, layer_idx)
+        elif self.block_type == "full_attention":
+            self.self_attn = Qwen3_5MoeAttention(config, layer_idx)
+        self.mlp = CloverSparseMoeBlock(config)
+        self.input_layernorm = Qwen3_5MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3_5MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        is_causal: bool = True,
+        expert_coreset_top_p: float | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        if is_causal:
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        cache = {CACHE: kwargs[CACHE]}
+        mixed = self.input_layernorm(hidden_states)
+        if self.block_type == "linear_attention":
+            mixed = self.linear_attn(mixed, is_causal=False, **cache)
+        else:
+            # Without a mask sdpa would fall back to a causal one; `is_causal=False` says that none is meant.
+            mixed, _ = self.self_attn(mixed, position_embeddings, attention_mask, is_causal=False, **cache)
+        hidden_states = hidden_states + mixed
+        mixed = self.mlp(self.post_attention_layernorm(hidden_states), expert_coreset_top_p=expert_coreset_top_p)
+        return hidden_states + mixed
+
+
+class CloverPreTrainedModel(Qwen3_5MoePreTrainedModel):
+    config: CloverConfig
+    _no_split_modules = ["CloverDecoderLayer"]
+    _keep_in_fp32_modules_strict = ["bd_softmax_logit_scale", "bd_softmax_history_bias", "bd_softmax_history_c"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        """The parent's initialisation; the added tensors start so that block and history weigh the same."""
+        super()._init_weights(module)
+        if isinstance(module, CloverGatedDeltaNet):
+            init.zeros_(module.conv_right_weight)
+            init.constant_(module.bd_softmax_logit_scale, module.head_k_dim**0.5)
+            init.zeros_(module.bd_softmax_history_bias)
+            init.ones_(module.bd_softmax_history_c)
+
+
+class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
+    """The trunk: Qwen3.5-MoE's text model over Clover's layers."""
+
+    def __init__(self, config: CloverConfig):
+        super(Qwen3_5MoeTextModel, self).__init__(config)  # past the parent's, which would build its own layers
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([CloverDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3_5MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3_5MoeTextRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: Cache | None = None,
+        is_causal: bool = True,
+        expert_coreset_top_p: float | None = None,
+        **kwargs,
+    ):
+        """As `Qwen3_5MoeTextModel.forward`; see `CloverForDiffusionLM.forward` for the arguments of a denoising pass."""
+        cache = past_key_values if cache is None else cache
+        if is_causal:
+            require(
+                expert_coreset_top_p is None,
+                "expert_coreset_top_p",
+                expert_coreset_top_p,
+                "null in a causal pass: only a denoising pass has a coreset",
+            )
+            denoising = {}
+        else:
+            if inputs_embeds is None:
+                input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
+            cache = read_only(cache) if cache is not None else None
+            attention_mask = self._block_mask(inputs_embeds, attention_mask, cache)
+            if expert_coreset_top_p is None:
+                expert_coreset_top_p = self.config.expert_coreset_top_p
+            denoising = {"is_causal": False, "expert_coreset_top_p": expert_coreset_top_p}
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache if is_causal else False,
+            **{CACHE: cache},
+            **denoising,
+            **kwargs,
+        )
+
+    def _block_mask(
+        self, block: torch.Tensor, prefix_mask: torch.Tensor | None, cache: Cache | None
+    ) -> dict[str, torch.Tensor | None]:
+        """Masks by layer type: every query of the block sees the whole block and the prefix's real tokens."""
+        if prefix_mask is not None:
+            shape, prefix = tuple(prefix_mask.shape), cache.get_seq_length() if cache is not None else 0
+            fits = shape == (block.shape[0], prefix)
+            require(fits, "attention_mask", shape, f"{(block.shape[0], prefix)}: a denoising pass masks its prefix")
+            left_padded = bool((prefix_mask.long().diff(dim=-1) >= 0).all())
+            require(left_padded, "attention_mask", "padded after real tokens", "padded on the left only")
+            prefix_mask = F.pad(prefix_mask.bool(), (0, block.shape[1]), value=True)  # the block is never padded
+        mask = create_bidirectional_mask(self.config, block, prefix_mask, **{CACHE: cache})
+        return {"full_attention": mask, "linear_attention": None}
+
+
+class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5MoeForCausalLM):
+    """A block-diffusion language model: `generate()` denoises block after block; the causal pass is a language model.
+
+    Denoising logits at position i are of position i itself; causal logits at i are of position i+1.
+    """
+
+    def __init__(self, config: CloverConfig):
+        super(Qwen3_5MoeForCausalLM, self).__init__(config)  # past the parent's, which would build its own trunk
+        self.model = CloverModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts = config.num_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        cache: Cache | None = None,
+        is_causal: bool = True,
+        expert_coreset_top_p: float | None = None,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """One pass. The arguments not named here are those of `Qwen3_5MoeForCausalLM.forward`.
+
+        Args:
+            is_causal (`bool`, defaults to True): False is a denoising pass over one block per row.
+            input_ids: (B, T); in a denoising pass one block, usually of `block_size` positions, any T >= 1.
+            attention_mask: causal: (B, P+T), left-padded. Denoising: (B, P), the padding of the prefix in the
+                cache; the block itself is never padded.
+            position_ids: (B, T); by default, as in transformers, the columns after those in the cache.
+            past_key_values, or cache: the clean prefix. A denoising pass reads it and leaves it as it was.
+            logits_to_keep: an int or 1-D index as in transformers, or, in a denoising pass, a bool mask (B, T).
+            expert_coreset_top_p: overrides the config's, in a denoising pass.
+        Returns:
+            `logits` (B, T', V), or (mask.sum(), V) for a bool mask. Causal logits at i predict token i+1,
+            denoising logits at i predict token i.
+        Raises:
+            ValueError: `labels` in a denoising pass; a mask that does not fit the prefix or pads on the right.
+        """
+        cache = past_key_values if cache is None else cache
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, CACHE: cache}
+        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        if is_causal:
+            return super().forward(
+                **inputs,
+                labels=labels,
+                use_cache=use_cache,
+                output_router_logits=output_router_logits,
+                logits_to_keep=logits_to_keep,
+                **kwargs,
+            )
+        require(labels is None, "labels", "a tensor", "null in a denoising pass: the diffusion loss is in `training/`")
+        outputs = self.model(
+            **inputs,
+            is_causal=False,
+            expert_coreset_top_p=expert_coreset_top_p,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dtype == torch.bool:
+            hidden_states = hidden_states[logits_to_keep]
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            hidden_states = hidden_states[:, kept]
+        return MoeCausalLMOutputWithPast(
+            logits=self.lm_head(hidden_states),
+            past_key_values=cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+    # ---- the three verbs of the generation loop ----
+
+    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> CloverPrefix:
+        """The prefix of left-padded prompts (B, P), by one causal pass; P may be 0."""
+        empty = CloverPrefix(DynamicCache(config=self.config), attention_mask[:, :0])
+        return self._advance(empty, input_ids, attention_mask) if input_ids.shape[1] else empty
+
+    def denoise(self, prefix: CloverPrefix, block: torch.Tensor, masked: torch.Tensor, **options) -> torch.Tensor:
+        """Logits (N, V) of the N masked positions of blocks (B, T); the prefix is left as it is."""
+        positions = prefix.mask.sum(-1, keepdim=True) + torch.arange(block.shape[1], device=block.device)
+        outputs = self(
+            block,
+            attention_mask=prefix.mask,
+            position_ids=positions,
+            is_causal=False,
+            logits_to_keep=masked,
+            **{CACHE: prefix.cache},
+            **options,
+        )
+        return outputs.logits
+
+    def commit(self, prefix: CloverPrefix, block: torch.Tensor) -> CloverPrefix:
+        """The prefix with resolved blocks (B, T) added, by one causal pass; the cache is advanced in place."""
+        return self._advance(prefix, block, torch.ones_like(block))
+
+    def _advance(self, prefix: CloverPrefix, tokens: torch.Tensor, token_mask: torch.Tensor) -> CloverPrefix:
+        mask = torch.cat([prefix.mask, token_mask], dim=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        # The trunk alone: nobody asks for logits here, and the head is the largest matrix there is.
+        self.model(tokens, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: prefix.cache})
+        return CloverPrefix(prefix.cache, mask)
+
+
+CloverMoeModelLM = CloverForDiffusionLM  # the architecture's name in the vendor's config.json
+
+__all__ = ["CloverForDiffusionLM", "CloverModel", "CloverMoeModelLM", "CloverPreTrainedModel"]

@@ -1,0 +1,1 @@
+"""Training data, tokenizer and training loop of the small Clover checkpoint."""

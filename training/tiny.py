@@ -1,0 +1,227 @@
+"""Trains `checkpoints/clover-tiny` from scratch: one command, one seed, resumed where it stopped.
+
+    python -m clover.training.tiny --work runs/tiny --out checkpoints/clover-tiny
+    torchrun --nproc_per_node 2 -m clover.training.tiny ...     # the same batches and steps, on two processes
+
+Every step takes two micro-batches, one after the other or one per process, so both commands train the same model.
+`--work` keeps the state of training (safetensors), `--out` gets the finished checkpoint beside its tokenizer.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..configuration_clover import CloverConfig
+from ..modeling_clover import CloverForDiffusionLM, CloverGatedDeltaNet
+from .batches import batches
+from .objective import block_diffusion_loss
+
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. The defaults are those of the embedded checkpoint; ablations change one at a time."""
+
+    steps: int = 5000
+    seed: int = 0
+    tokens: int = 2048  # clean positions of a micro-batch
+    learning_rate: float = 5e-3  # of matrices, by Muon with AdamW's update size
+    adamw_rate: float = 3e-3  # of embeddings, convolutions and vectors
+    weight_decay: float = 0.01
+    warmup: float = 0.04  # share of the steps
+    decay: float = 0.6  # share of the steps over which the rate falls linearly to zero
+    causal_weight: float = 0.5
+    complementary: bool = False
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerBase) -> CloverConfig:
+    """Every kind of layer of the 35B, at a ten-thousandth of its size."""
+    return CloverConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=128,
+        max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [6, 5, 5],
+        },
+        tie_word_embeddings=True,
+        block_size=32,
+        mask_token_id=tokenizer.mask_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def new_model(config: CloverConfig, seed: int) -> CloverForDiffusionLM:
+    """A freshly initialised model. Decays start as in flash-linear-attention: from long memory to short.
+
+    transformers' own start (dt_bias of 1) forgets within a token or two, which a short training does not undo.
+    """
+    torch.manual_seed(seed)
+    model = CloverForDiffusionLM(config)
+    for module in model.modules():
+        if isinstance(module, CloverGatedDeltaNet):
+            dt = torch.exp(torch.empty(module.num_v_heads).uniform_(math.log(1e-3), math.log(1e-1)))
+            module.dt_bias.data = dt + torch.log(-torch.expm1(-dt))  # softplus's inverse
+            module.A_log.data = torch.empty(module.num_v_heads).uniform_(1, 16).log()
+    return model.train()
+
+
+class StackedMuon(torch.optim.Muon):
+    """Muon, which takes matrices, over stacks of them too: the experts' (E, out, in), one view for each expert."""
+
+    def __init__(self, matrices: list[nn.Parameter], stacks: list[nn.Parameter], **options):
+        self.views = [(stack, i, nn.Parameter(stack.data[i])) for stack in stacks for i in range(len(stack))]
+        super().__init__(matrices + [view for _, _, view in self.views], **options)
+
+    def step(self, closure=None):
+        for stack, i, view in self.views:
+            view.grad = stack.grad[i]
+        super().step(closure)
+
+
+def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for embeddings, convolutions and vectors; vectors are not decayed."""
+    matrices, stacks, others, vectors = [], [], [], []
+    for name, parameter in model.named_parameters():
+        if "embed" in name or "conv" in name:
+            others.append(parameter)
+        else:
+            {1: vectors, 2: matrices, 3: stacks}[parameter.ndim].append(parameter)
+    groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
+    muon = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    adamw = {"lr": recipe.adamw_rate, "weight_decay": recipe.weight_decay, "betas": (0.9, 0.95)}
+    return [StackedMuon(matrices, stacks, **muon), torch.optim.AdamW(groups, **adamw)]
+
+
+def rate(step: int, recipe: Recipe) -> float:
+    """The factor on the learning rates: linear warm-up, flat, linear decay to zero."""
+    progress = (step + 1) / recipe.steps
+    return min(1.0, progress / recipe.warmup, (1 + 1 / recipe.steps - progress) / recipe.decay)
+
+
+def save_state(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], step: int) -> None:
+    """Weights, optimiser states and step, in one safetensors file that replaces the last one at once."""
+    tensors = {f"model.{name}": tensor.data for name, tensor in model.named_parameters()}
+    for i, optimiser in enumerate(optimisers):
+        for j, state in optimiser.state_dict()["state"].items():
+            tensors |= {f"optimiser.{i}.{j}.{name}": torch.as_tensor(value) for name, value in state.items()}
+    save_file(tensors, path.with_suffix(".new"), metadata={"step": str(step)})
+    os.replace(path.with_suffix(".new"), path)
+
+
+def load_state(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> int:
+    """Puts a saved state back and returns the number of steps done."""
+    with safe_open(path, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        step = int(file.metadata()["step"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+    for i, optimiser in enumerate(optimisers):
+        state = {}
+        for key, tensor in tensors.items():
+            if key.startswith(f"optimiser.{i}."):
+                _, _, j, name = key.split(".")
+                state.setdefault(int(j), {})[name] = tensor
+        optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    return step
+
+
+def average_gradients(model: nn.Module, micro_batches: int) -> None:
+    """Gradients summed over processes, divided by the step's number of micro-batches."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / micro_batches
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def train(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path, save_every: int = 200) -> CloverForDiffusionLM:
+    """Trains, or goes on from the state in `work`; a line of losses a step goes to `work`/log.jsonl."""
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if MICRO_BATCHES % processes:
+        raise ValueError(f"{processes} processes cannot share {MICRO_BATCHES} micro-batches evenly.")
+    work.mkdir(parents=True, exist_ok=True)
+    model = new_model(tiny_config(tokenizer), recipe.seed)
+    optimisers = optimizers(model, recipe)
+    state = work / "state.safetensors"
+    done = load_state(state, model, optimisers) if state.exists() else 0
+    # One stream of batches per micro-batch of the step, dealt to the processes; replayed up to where we stopped.
+    streams = [
+        batches(tokenizer, model.config.block_size, recipe.seed * 1000 + i, recipe.tokens, recipe.complementary)
+        for i in range(rank, MICRO_BATCHES, processes)
+    ]
+    for _ in range(done):
+        for stream in streams:
+            next(stream)
+    for step in range(done, recipe.steps):
+        began, losses = time.time(), []
+        for stream in streams:
+            denoising, causal = block_diffusion_loss(model, next(stream))
+            (denoising + recipe.causal_weight * causal).backward()
+            losses.append((denoising.item(), causal.item()))
+        average_gradients(model, MICRO_BATCHES)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(step, recipe)
+            optimiser.step()
+        model.zero_grad()
+        if rank == 0:
+            denoising, causal = (round(sum(part) / len(part), 4) for part in zip(*losses, strict=True))
+            line = {"step": step + 1, "denoising": denoising, "causal": causal}
+            line |= {"norm": round(norm.item(), 3), "seconds": round(time.time() - began, 2)}
+            with open(work / "log.jsonl", "a") as log:
+                log.write(json.dumps(line) + "\n")
+            if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
+                save_state(state, model, optimisers, step + 1)
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the state of training and its log")
+    parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder; its tokenizer must be there")
+    for name in ("steps", "seed", "tokens"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name))
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:  # started by torchrun: one thread each, or two processes fight for two cores
+        dist.init_process_group("gloo")
+        torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
+    recipe = Recipe(steps=arguments.steps, seed=arguments.seed, tokens=arguments.tokens)
+    model = train(recipe, AutoTokenizer.from_pretrained(arguments.out), arguments.work)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.to(torch.bfloat16).save_pretrained(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
