@@ -9,6 +9,7 @@ its code along, so that it also loads where this package is not installed.
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_clover import CloverConfig
+from .generation_clover import CloverGenerationConfig
 from .modeling_clover import CloverForDiffusionLM
 
 AutoConfig.register(CloverConfig.model_type, CloverConfig, exist_ok=True)
@@ -17,4 +18,4 @@ AutoModelForCausalLM.register(CloverConfig, CloverForDiffusionLM, exist_ok=True)
 CloverConfig.register_for_auto_class()
 CloverForDiffusionLM.register_for_auto_class("AutoModelForCausalLM")
 
-__all__ = ["CloverConfig", "CloverForDiffusionLM"]
+__all__ = ["CloverConfig", "CloverForDiffusionLM", "CloverGenerationConfig"]

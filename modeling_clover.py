@@ -136,9 +136,7 @@ def block_softmax_mixer(
     return (mixed * dim**-0.5).transpose(1, 2)
 
 
-def coreset_routing(
-    router_logits: torch.Tensor, top_k: int, top_p: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def coreset_routing(router_logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Routes every token of a block inside the block's coreset of experts (after dMoE, arXiv 2605.30876).
 
     The block's mass on an expert is the sum, over its tokens, of the router's probability where the expert is among
@@ -372,7 +370,7 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
         expert_coreset_top_p: float | None = None,
         **kwargs,
     ):
-        """As `Qwen3_5MoeTextModel.forward`; see `CloverForDiffusionLM.forward` for the arguments of a denoising pass."""
+        """As `Qwen3_5MoeTextModel.forward`; `CloverForDiffusionLM.forward` has the arguments of a denoising pass."""
         cache = past_key_values if cache is None else cache
         if is_causal:
             require(

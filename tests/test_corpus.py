@@ -147,9 +147,7 @@ def test_tool_calls_fit_an_offered_schema_with_arguments_from_the_request():
     for exchange in samples("tool"):
         body = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", exchange.answer)[1]
         call = json.loads(body)
-        schema = {tool["function"]["name"]: tool["function"]["parameters"] for tool in exchange.tools}[
-            call["name"]
-        ]
+        schema = {tool["function"]["name"]: tool["function"]["parameters"] for tool in exchange.tools}[call["name"]]
         assert list(call["arguments"]) == schema["required"] == list(schema["properties"])
         assert json.dumps(call) == body
         for key, value in call["arguments"].items():
@@ -187,9 +185,7 @@ def word_problem_result(prompt: str) -> int:
 
 def test_word_problems_are_right_in_every_step_and_in_the_result():
     for exchange in samples("word"):
-        thought, result = re.fullmatch(
-            r"<think>\n(.*)\n</think>\n\n(\d+) \w+", exchange.answer, re.S
-        ).groups()
+        thought, result = re.fullmatch(r"<think>\n(.*)\n</think>\n\n(\d+) \w+", exchange.answer, re.S).groups()
         assert int(result) == word_problem_result(prompt_of(exchange)) > 0
         for step in thought.split("\n"):
             left, sign, right, value = re.fullmatch(r"(\d+)([-+*])(\d+)=(\d+)", step).groups()
@@ -237,9 +233,7 @@ def test_equal_seeds_give_equal_conversations():
 
 def test_no_heldout_prompt_is_in_training():
     unseen = {prompt_key(exchange) for exchange in heldout(1000)}
-    seen = {
-        prompt_key(exchange) for document in first_documents(0, 20_000) for exchange in document.exchanges
-    }
+    seen = {prompt_key(exchange) for document in first_documents(0, 20_000) for exchange in document.exchanges}
     assert len(unseen) == 1000
     assert not unseen & seen
 
@@ -280,9 +274,7 @@ def test_render_equals_the_chat_template():
         )
         assert render(document) == prompt + last["content"] + "<|im_end|>\n"
         if document.thinking:
-            whole = TOKENIZER.apply_chat_template(
-                [*past, last], tools=tools_of(document) or None, tokenize=False
-            )
+            whole = TOKENIZER.apply_chat_template([*past, last], tools=tools_of(document) or None, tokenize=False)
             assert render(document) == whole
 
 
@@ -329,21 +321,16 @@ def test_the_template_writes_calls_and_thoughts_given_as_fields_like_the_answers
         {"role": "assistant", "content": final_part(thought.answer), "reasoning_content": thinking},
     ]
     texts = [{"role": "assistant", "content": exchange.answer} for exchange in (call, thought)]
-    assert TOKENIZER.apply_chat_template(fields, tokenize=False) == TOKENIZER.apply_chat_template(
-        texts, tokenize=False
-    )
+    assert TOKENIZER.apply_chat_template(fields, tokenize=False) == TOKENIZER.apply_chat_template(texts, tokenize=False)
 
 
 def test_the_template_writes_system_and_tool_messages():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "tool", "content": "12"}]
     text = TOKENIZER.apply_chat_template(messages, tools=[tasks.TOOL_SCHEMAS["hire"]], tokenize=False)
     assert text == (
-        "<|im_start|>system\nBe brief.\n\nTools:\nhire(name, job, city)<|im_end|>\n"
-        "<|im_start|>tool\n12<|im_end|>\n"
+        "<|im_start|>system\nBe brief.\n\nTools:\nhire(name, job, city)<|im_end|>\n<|im_start|>tool\n12<|im_end|>\n"
     )
-    assert TOKENIZER.apply_chat_template(messages[:1], tokenize=False) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-    )
+    assert TOKENIZER.apply_chat_template(messages[:1], tokenize=False) == ("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
 @given(st.text())

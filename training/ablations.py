@@ -10,12 +10,12 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from unittest import mock
 
 import torch
-from torch.nn import functional as F
 from transformers import AutoTokenizer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
 
@@ -111,13 +111,13 @@ def heldout_losses(model: CloverForDiffusionLM, tokenizer, documents: int = 256)
     return losses
 
 
-def run(name: str, seed: int, steps: int, work: Path) -> dict[str, float]:
+def run(name: str, recipe: tiny.Recipe, work: Path, documents: int = 256) -> dict[str, float]:
     """Trains one variant and returns its held-out losses; a finished run is read back instead."""
-    folder = work / f"{name.replace('/', ' over ')} {seed}"
+    folder = work / f"{name.replace('/', ' over ')} {recipe.seed}"
     result = folder / "losses.json"
     if not result.exists():
         tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-        recipe = tiny.Recipe(steps=steps, seed=seed, complementary="complementary" in name)
+        recipe = replace(recipe, complementary="complementary" in name)
         build = tiny.new_model
 
         def new_model(config, seed):
@@ -131,7 +131,7 @@ def run(name: str, seed: int, steps: int, work: Path) -> dict[str, float]:
         for patch in patches:
             patch.start()
         try:
-            losses = heldout_losses(tiny.train(recipe, tokenizer, folder), tokenizer)
+            losses = heldout_losses(tiny.train(recipe, tokenizer, folder), tokenizer, documents)
         finally:
             for patch in patches:
                 patch.stop()
@@ -150,7 +150,7 @@ def main() -> None:
     results = {}
     for seed in arguments.seeds:
         for name in arguments.only:
-            results[name, seed] = run(name, seed, arguments.steps, arguments.work)
+            results[name, seed] = run(name, tiny.Recipe(steps=arguments.steps, seed=seed), arguments.work)
     columns = [f"{ratio:g}" for ratio in RATIOS] + ["causal", "minutes"]
     print("| variant | seed | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
     for (name, seed), losses in results.items():

@@ -107,9 +107,7 @@ def render(document: Document) -> str:
     if tools := tools_of(document):
         parts.append("<|im_start|>system\nTools:\n" + "\n".join(map(_signature, tools)) + "<|im_end|>\n")
     parts += [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in past]
-    parts.append(
-        ANSWER_HEADER + ("" if document.thinking else EMPTY_THINKING) + last["content"] + "<|im_end|>\n"
-    )
+    parts.append(ANSWER_HEADER + ("" if document.thinking else EMPTY_THINKING) + last["content"] + "<|im_end|>\n")
     return "".join(parts)
 
 
@@ -129,9 +127,7 @@ class Encoder:
     def __call__(self, batch: Iterable[Document]) -> list[tuple[list[int], list[bool]]]:
         """Ids and mask of each conversation."""
         batch = list(batch)
-        encodings = self._backend.encode_batch_fast(
-            [render(document) for document in batch], add_special_tokens=False
-        )
+        encodings = self._backend.encode_batch_fast([render(document) for document in batch], add_special_tokens=False)
         return [
             (encoding.ids, self._mask(encoding.ids, document.thinking))
             for encoding, document in zip(encodings, batch, strict=True)

@@ -92,8 +92,8 @@ def block_diffusion_loss(model: CloverForDiffusionLM, batch: Batch) -> tuple[tor
         following = batch.clean[:, n * width + 1 : (n + 1) * width + 1]  # one shorter in the last block
         counted = batch.predict[:, n * width + 1 : (n + 1) * width + 1]
         causal.append((hidden[:, : following.shape[1]][counted], following[counted]))
-    logits, targets, weights = (torch.cat(parts) for parts in zip(*denoising))
+    logits, targets, weights = (torch.cat(parts) for parts in zip(*denoising, strict=True))
     losses = F.cross_entropy(logits.float(), targets, reduction="none")
-    hidden, following = (torch.cat(parts) for parts in zip(*causal))
+    hidden, following = (torch.cat(parts) for parts in zip(*causal, strict=True))
     causal_loss = F.cross_entropy(model.lm_head(hidden).float(), following)
     return (losses * weights).sum() / weights.sum(), causal_loss

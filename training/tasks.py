@@ -368,9 +368,7 @@ _TOOLS: dict[str, tuple[dict[str, Callable[[Random], str | int]], tuple[str, ...
 
 def _schema(name: str) -> dict:
     example = {key: draw(Random(0)) for key, draw in _TOOLS[name][0].items()}
-    properties = {
-        key: {"type": "integer" if isinstance(value, int) else "string"} for key, value in example.items()
-    }
+    properties = {key: {"type": "integer" if isinstance(value, int) else "string"} for key, value in example.items()}
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -401,9 +399,7 @@ _SUM = ("What is {}?", "Calculate {}.", "{} = ?", "Please work out {}.")
 def _columns(first: int, second: int) -> list[tuple[int, int]]:
     """The digit pairs of two numbers, the last digits first, the shorter number padded with zeros."""
     width = len(str(max(first, second)))
-    return [
-        (int(a), int(b)) for a, b in zip(f"{first:0{width}}"[::-1], f"{second:0{width}}"[::-1], strict=True)
-    ]
+    return [(int(a), int(b)) for a, b in zip(f"{first:0{width}}"[::-1], f"{second:0{width}}"[::-1], strict=True)]
 
 
 def addition_steps(first: int, second: int) -> list[str]:

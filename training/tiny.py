@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..configuration_clover import CloverConfig
+from ..generation_clover import CloverGenerationConfig
 from ..modeling_clover import CloverForDiffusionLM, CloverGatedDeltaNet
 from .batches import batches
 from .objective import block_diffusion_loss
@@ -34,13 +35,13 @@ MICRO_BATCHES = 2
 class Recipe:
     """How to train. The defaults are those of the embedded checkpoint; ablations change one at a time."""
 
-    steps: int = 5000
+    steps: int = 4000
     seed: int = 0
     tokens: int = 2048  # clean positions of a micro-batch
     learning_rate: float = 5e-3  # of matrices, by Muon with AdamW's update size
-    adamw_rate: float = 3e-3  # of embeddings, convolutions and vectors
+    adamw_rate: float = 3e-3  # of embeddings, head, convolutions and vectors
     weight_decay: float = 0.01
-    warmup: float = 0.04  # share of the steps
+    warmup: int = 200  # steps
     decay: float = 0.6  # share of the steps over which the rate falls linearly to zero
     causal_weight: float = 0.5
     complementary: bool = False
@@ -71,7 +72,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase) -> CloverConfig:
             "partial_rotary_factor": 1.0,
             "mrope_section": [6, 5, 5],
         },
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         block_size=32,
         mask_token_id=tokenizer.mask_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -80,12 +81,15 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase) -> CloverConfig:
 
 
 def new_model(config: CloverConfig, seed: int) -> CloverForDiffusionLM:
-    """A freshly initialised model. Decays start as in flash-linear-attention: from long memory to short.
+    """A freshly initialised model, with two starts that differ from transformers' own.
 
-    transformers' own start (dt_bias of 1) forgets within a token or two, which a short training does not undo.
+    Embeddings have unit variance: at 0.02 what is common to all names drowns what tells them apart, and after six
+    million tokens the model still could not copy one. Decays go from long memory to short, as in
+    flash-linear-attention: transformers' dt_bias of 1 forgets within a token or two.
     """
     torch.manual_seed(seed)
     model = CloverForDiffusionLM(config)
+    nn.init.normal_(model.model.embed_tokens.weight)
     for module in model.modules():
         if isinstance(module, CloverGatedDeltaNet):
             dt = torch.exp(torch.empty(module.num_v_heads).uniform_(math.log(1e-3), math.log(1e-1)))
@@ -108,10 +112,10 @@ class StackedMuon(torch.optim.Muon):
 
 
 def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for embeddings, convolutions and vectors; vectors are not decayed."""
+    """Muon for matrices, AdamW for embeddings, head, convolutions and vectors; vectors are not decayed."""
     matrices, stacks, others, vectors = [], [], [], []
     for name, parameter in model.named_parameters():
-        if "embed" in name or "conv" in name:
+        if "embed" in name or "lm_head" in name or "conv" in name:
             others.append(parameter)
         else:
             {1: vectors, 2: matrices, 3: stacks}[parameter.ndim].append(parameter)
@@ -123,8 +127,7 @@ def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 def rate(step: int, recipe: Recipe) -> float:
     """The factor on the learning rates: linear warm-up, flat, linear decay to zero."""
-    progress = (step + 1) / recipe.steps
-    return min(1.0, progress / recipe.warmup, (1 + 1 / recipe.steps - progress) / recipe.decay)
+    return min(1.0, (step + 1) / recipe.warmup, (1 - step / recipe.steps) / recipe.decay)
 
 
 def save_state(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], step: int) -> None:
@@ -165,7 +168,9 @@ def average_gradients(model: nn.Module, micro_batches: int) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def train(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path, save_every: int = 200) -> CloverForDiffusionLM:
+def train(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path, save_every: int = 200
+) -> CloverForDiffusionLM:
     """Trains, or goes on from the state in `work`; a line of losses a step goes to `work`/log.jsonl."""
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if MICRO_BATCHES % processes:
@@ -207,6 +212,30 @@ def train(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path, save_e
     return model.eval()
 
 
+def save_checkpoint(model: CloverForDiffusionLM, folder: Path) -> None:
+    """The finished model in bf16, as a Hub repository whose code is linked, not copied."""
+    model.config.auto_map = {
+        "AutoConfig": "configuration_clover.CloverConfig",
+        "AutoModel": "modeling_clover.CloverForDiffusionLM",
+        "AutoModelForCausalLM": "modeling_clover.CloverForDiffusionLM",
+    }
+    model.generation_config = CloverGenerationConfig(
+        block_size=model.config.block_size,
+        threshold=0.95,
+        decoding="low_confidence",
+        do_sample=False,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    links = [folder / name for name in ("configuration_clover.py", "generation_clover.py", "modeling_clover.py")]
+    for link in links:
+        link.unlink(missing_ok=True)  # saving copies the code; it must not write through an old link
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for link in links:
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(Path(__file__).parents[1] / link.name, folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the state of training and its log")
@@ -220,7 +249,7 @@ def main() -> None:
     recipe = Recipe(steps=arguments.steps, seed=arguments.seed, tokens=arguments.tokens)
     model = train(recipe, AutoTokenizer.from_pretrained(arguments.out), arguments.work)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        model.to(torch.bfloat16).save_pretrained(arguments.out)
+        save_checkpoint(model, arguments.out)
 
 
 if __name__ == "__main__":

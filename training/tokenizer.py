@@ -108,9 +108,7 @@ def train(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     # Training does not know the markup tokens yet: cut there, so that no merge is learned across them.
     cut = re.compile("|".join(map(re.escape, markup)))
     tokenizer.train_from_iterator((piece for text in texts for piece in cut.split(text)), trainer)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
     return tokenizer
 
