@@ -295,7 +295,7 @@ class CloverGenerationConfig(GenerationConfig):
     def from_model_config(cls, model_config) -> "CloverGenerationConfig":
         """The token ids of a model's config; the parent would look up our fields on its own class and fail."""
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        config = cls(**{name: getattr(model_config, name, None) for name in names}, _from_model_config=True)
+        config = cls(**{name: getattr(model_config, name, None) for name in names})
         config._original_object_hash = hash(config)
         return config
 
@@ -369,11 +369,16 @@ class CloverGenerationMixin(GenerationMixin):
     generation_config_class = CloverGenerationConfig
 
     def adjust_generation_fn(self, generation_config, from_auto_class, from_pipeline, path, *args, **kwargs):
-        """As the parent's, which loads a plain GenerationConfig: its fields become a CloverGenerationConfig's."""
-        super().adjust_generation_fn(generation_config, from_auto_class, from_pipeline, path, *args, **kwargs)
-        loaded = self.generation_config
-        if not isinstance(loaded, CloverGenerationConfig):
-            self.generation_config = CloverGenerationConfig.from_dict(loaded.to_dict())
+        """Called when a model is loaded. The parent's would read the file as a plain GenerationConfig, which drops
+        our fields from a config that was made from a model's."""
+        if generation_config is not None:
+            self.generation_config = CloverGenerationConfig.from_dict(generation_config.to_dict())
+        elif path is not None:
+            kwargs.pop("trust_remote_code", None)
+            try:
+                self.generation_config = CloverGenerationConfig.from_pretrained(path, *args, **kwargs)
+            except OSError:
+                pass  # no such file: the one made from the model's config stays
 
     @torch.no_grad()
     def generate(

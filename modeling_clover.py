@@ -54,6 +54,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTextRotaryEmbedding,
     l2norm,
 )
+from transformers.utils import can_return_tuple
 
 from .configuration_clover import CloverConfig, require
 from .generation_clover import CloverGenerationMixin
@@ -157,7 +158,8 @@ def coreset_routing(router_logits: torch.Tensor, top_k: int, top_p: float) -> tu
     keep = (reached_before < top_p) & (share > 0)
     keep[:, :top_k] = True
     in_coreset = torch.zeros_like(keep).scatter_(1, heaviest.indices, keep)  # (B, E)
-    weights, indices = probabilities.masked_fill(~in_coreset[:, None], 0.0).topk(top_k, dim=-1)
+    inside = router_logits.float().masked_fill(~in_coreset[:, None], float("-inf")).softmax(-1)
+    weights, indices = inside.topk(top_k, dim=-1)
     return weights / weights.sum(-1, keepdim=True), indices
 
 
@@ -199,8 +201,10 @@ def read_only(cache: Cache) -> Cache:
     """What a denoising pass may see of a cache: attention layers that do not store, GDN layers that it only reads."""
 
     def view(layer):
-        if not isinstance(layer, DynamicLayer):
+        if isinstance(layer, LinearAttentionLayer):
             return layer
+        kind = type(layer).__name__
+        require(isinstance(layer, DynamicLayer), "past_key_values", kind, "a DynamicCache: no other is read so far")
         return PrefixAttentionLayer(layer.keys, layer.values) if layer.is_initialized else DynamicLayer()
 
     return Cache(layers=[view(layer) for layer in cache.layers])
@@ -312,12 +316,13 @@ class CloverDecoderLayer(Qwen3_5MoeDecoderLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         is_causal: bool = True,
+        prefix: Cache | None = None,  # not under the cache's name, which gradient checkpointing would set to None
         expert_coreset_top_p: float | None = None,
         **kwargs,
     ) -> torch.Tensor:
         if is_causal:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        cache = {CACHE: kwargs[CACHE]}
+        cache = {CACHE: prefix}
         mixed = self.input_layernorm(hidden_states)
         if self.block_type == "linear_attention":
             mixed = self.linear_attn(mixed, is_causal=False, **cache)
@@ -383,11 +388,16 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
         else:
             if inputs_embeds is None:
                 input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
-            cache = read_only(cache) if cache is not None else None
-            attention_mask = self._block_mask(inputs_embeds, attention_mask, cache)
+            prefix, cache = (read_only(cache) if cache is not None else None), None
+            if position_ids is None:
+                past = prefix.get_seq_length() if prefix is not None else 0
+                position_ids = (past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device))[None]
+            attention_mask = self._block_mask(inputs_embeds, attention_mask, prefix)
             if expert_coreset_top_p is None:
                 expert_coreset_top_p = self.config.expert_coreset_top_p
-            denoising = {"is_causal": False, "expert_coreset_top_p": expert_coreset_top_p}
+            in_range = expert_coreset_top_p is None or 0 < expert_coreset_top_p <= 1
+            require(in_range, "expert_coreset_top_p", expert_coreset_top_p, "null or in (0, 1]")
+            denoising = {"is_causal": False, "prefix": prefix, "expert_coreset_top_p": expert_coreset_top_p}
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -430,6 +440,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         self.num_experts_per_tok = config.num_experts_per_tok
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -473,6 +484,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
                 use_cache=use_cache,
                 output_router_logits=output_router_logits,
                 logits_to_keep=logits_to_keep,
+                **({} if expert_coreset_top_p is None else {"expert_coreset_top_p": expert_coreset_top_p}),
                 **kwargs,
             )
         require(labels is None, "labels", "a tensor", "null in a denoising pass: the diffusion loss is in `training/`")
@@ -481,6 +493,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
             is_causal=False,
             expert_coreset_top_p=expert_coreset_top_p,
             output_router_logits=output_router_logits,
+            return_dict=True,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state

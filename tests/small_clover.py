@@ -51,7 +51,7 @@ def draw(seed: int = 0, **changes) -> CloverForDiffusionLM:
                 parameter.add_(torch.rand_like(parameter))
         model.model.embed_tokens.weight.normal_()
         model.model.embed_tokens.weight[MASK] *= 0.05  # what a masked position sees of its context decides its token
-        model.lm_head.weight.normal_(0, 0.5)
+        model.lm_head.weight.normal_(0, 0.6)
     return model
 
 

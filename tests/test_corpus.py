@@ -353,9 +353,10 @@ def test_the_tokenizer_has_the_special_tokens_that_generation_needs():
     assert (TOKENIZER.padding_side, TOKENIZER.model_max_length) == ("left", 1024)
 
 
-def test_every_listed_word_is_one_token_in_running_text():
+def test_every_listed_word_is_one_token_and_the_same_wherever_it_stands():
     for word in tasks.NAMES + tasks.CITIES + tasks.JOBS + tasks.ITEMS + tasks.MONTHS + tasks.DAYS:
-        assert len(TOKENIZER(" " + word).input_ids) == 1, word
+        alone, quoted, spaced = (TOKENIZER(text).input_ids for text in (word, f'"{word}"', f" {word}"))
+        assert len(alone) == 1 and alone[0] in quoted and alone[0] in spaced, word
 
 
 def test_training_the_tokenizer_again_gives_the_saved_one():
