@@ -294,9 +294,7 @@ def test_any_batch_is_its_rows_alone_and_keeps_every_promise(lengths, seed, bloc
         assert (out.finish_reason[row] == "stop") or len(answer) == budget
         assert not set(answer[:-1]) & set(eos)
         alone = write(model, [text], **options)
-        closest = min(
-            (abs(c - threshold) for step in alone.trace[0] for c in step.confidences), default=1.0
-        )
+        closest = min((abs(c - threshold) for step in alone.trace[0] for c in step.confidences), default=1.0)
         if closest > ROUNDING:
             assert new_tokens(alone, 0, [text]) == answer
 

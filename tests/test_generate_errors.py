@@ -1,152 +1,312 @@
-"""Nothing is silently ignored: what `generate()` cannot do is refused by name, before any pass of the model."""
+"""What generate() refuses: every argument it has no use for and every value it cannot work with, before any work.
+
+Each refusal is a ValueError that names the field and says what is allowed, however the value came: as an argument, in
+a generation config given to generate(), or in the model's own.
+"""
+
+import copy
+import re
 
 import pytest
 import torch
-from small_clover import MASK, PAD, VOCAB, draw, prompt, small_clover
-from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, TextStreamer
+from clover import CloverGenerationConfig
+from small_clover import MASK, PAD, prompt, small_clover
+from transformers import DynamicCache, GenerationConfig, TextStreamer
 
-IDS = torch.tensor([prompt(5), prompt(5, 1)])
+IDS = torch.tensor([prompt(11)])
 
 
 @pytest.fixture
-def idle_model():
-    """A model that may not run."""
+def model():
+    return small_clover()
+
+
+@pytest.fixture(autouse=True)
+def no_work(model):
+    """No pass is run by anything that is refused."""
+    watched = [small_clover(), small_clover(max_position_embeddings=32), small_clover(mask_token_id=None)]
+
+    def forbidden(*args):
+        pytest.fail("a pass was run before the refusal")
+
+    hooks = [each.model.register_forward_pre_hook(forbidden) for each in watched]
+    hooks += [each.register_forward_pre_hook(forbidden) for each in watched]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def refused(name: str, *allowed: str, by=None):
+    """The ValueError names the field and has all of these words."""
+    return pytest.raises(ValueError, match="".join(f"(?=.*{word})" for word in (rf"\b{name}\b", *allowed)))
+
+
+# ---- fields of a generation config -----------------------------------------------------------------------------------
+
+OUT_OF_RANGE = [
+    ("threshold", 1.5, r"\[0, 1\]"),
+    ("threshold", -0.1, r"\[0, 1\]"),
+    ("threshold", float("nan"), r"\[0, 1\]"),
+    ("threshold", "0.9", r"\[0, 1\]"),
+    ("threshold", True, r"\[0, 1\]"),
+    ("block_size", 0, "at least 1"),
+    ("block_size", -8, "at least 1"),
+    ("block_size", 2.5, "integer"),
+    ("block_size", "8", "integer"),
+    ("block_size", True, "integer"),
+    ("max_denoising_steps", 0, "at least 1"),
+    ("max_denoising_steps", 1.5, "integer"),
+    ("max_denoising_steps", True, "integer"),
+    ("decoding", "x", "low_confidence"),
+    ("decoding", 3, "low_confidence"),
+    ("expert_coreset_top_p", 0, r"\(0, 1\]"),
+    ("expert_coreset_top_p", 1.5, r"\(0, 1\]"),
+    ("output_trace", "yes", "true or false"),
+    ("output_trace", 1, "true or false"),
+    ("max_new_tokens", 0, "0"),
+    ("max_new_tokens", -3, "-3"),
+    ("max_new_tokens", 2.5, "integer"),
+    ("max_new_tokens", "8", "integer"),
+    ("max_new_tokens", True, "integer"),
+    ("max_length", 40.5, "integer"),
+    ("eos_token_id", "x", "token"),
+    ("eos_token_id", [3, "x"], "token"),
+    ("eos_token_id", 2.5, "token"),
+    ("pad_token_id", "x", "token"),
+    ("return_dict_in_generate", "yes", "true or false"),
+]
+
+NOT_USED = [
+    ("num_beams", 2),
+    ("num_return_sequences", 2),
+    ("do_sample", True),
+    ("temperature", 0.7),
+    ("top_p", 0.9),
+    ("top_k", 10),
+    ("min_p", 0.1),
+    ("stop_strings", ["x"]),
+    ("repetition_penalty", 1.2),
+    ("min_new_tokens", 3),
+    ("max_time", 1.0),
+    ("suppress_tokens", [1]),
+    ("bad_words_ids", [[1]]),
+    ("output_scores", True),
+    ("output_logits", True),
+    ("guidance_scale", 2.0),
+    ("cache_implementation", "static"),
+    ("prompt_lookup_num_tokens", 3),
+]
+
+MISSPELT = [("treshold", 0.5, "threshold"), ("blocksize", 8, "block_size"), ("max_new_token", 5, "max_new_tokens")]
+
+
+def ids_of(cases):
+    return [f"{name}={value!r}" for name, value, *_ in cases]
+
+
+@pytest.mark.parametrize("name, value, allowed", OUT_OF_RANGE, ids=ids_of(OUT_OF_RANGE))
+@pytest.mark.parametrize("through", ["argument", "CloverGenerationConfig", "GenerationConfig", "the model's own"])
+def test_a_value_out_of_range_is_refused(model, monkeypatch, name, value, allowed, through):
+    with refused(name, re.escape(repr(value)).replace("nan", "nan"), allowed):
+        if through == "argument":
+            model.generate(IDS, **{"max_new_tokens": 5, name: value})
+        else:
+            generate_by_config(model, monkeypatch, through, name, value)
+
+
+@pytest.mark.parametrize("name, value", NOT_USED, ids=ids_of(NOT_USED))
+@pytest.mark.parametrize("through", ["argument", "CloverGenerationConfig", "GenerationConfig", "the model's own"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_field_that_block_diffusion_does_not_use_is_refused(model, monkeypatch, name, value, through):
+    with refused(name):
+        if through == "argument":
+            model.generate(IDS, max_new_tokens=5, **{name: value})
+        else:
+            generate_by_config(model, monkeypatch, through, name, value)
+
+
+@pytest.mark.parametrize("name, value, meant", MISSPELT, ids=ids_of(MISSPELT))
+def test_a_misspelt_argument_is_refused_with_the_name_that_was_meant(model, name, value, meant):
+    with refused(name, f"`{meant}`"):
+        model.generate(IDS, **{name: value})
+
+
+@pytest.mark.parametrize("name, value, meant", MISSPELT, ids=ids_of(MISSPELT))
+@pytest.mark.parametrize("through", ["CloverGenerationConfig", "GenerationConfig", "the model's own"])
+def test_a_misspelt_field_of_a_config_is_refused(model, monkeypatch, name, value, meant, through):
+    with refused(name):
+        generate_by_config(model, monkeypatch, through, name, value)
+
+
+def generate_by_config(model, monkeypatch, through, name, value):
+    if through == "the model's own":
+        own = copy.deepcopy(model.generation_config)
+        setattr(own, name, value)
+        monkeypatch.setattr(model, "generation_config", own)
+        model.generate(IDS, **({} if name == "max_new_tokens" else {"max_new_tokens": 5}))
+    else:
+        kind = CloverGenerationConfig if through == "CloverGenerationConfig" else GenerationConfig
+        model.generate(IDS, generation_config=kind(**{"max_new_tokens": 5, name: value}))
+
+
+@pytest.mark.parametrize("name, value, allowed", OUT_OF_RANGE[:19], ids=ids_of(OUT_OF_RANGE[:19]))
+def test_a_clover_generation_config_refuses_a_value_when_it_is_made(name, value, allowed):
+    with refused(name, re.escape(repr(value)), allowed):
+        CloverGenerationConfig(**{name: value})
+
+
+def test_values_that_ask_for_what_happens_anyway_are_not_refused(model):
+    """Greedy, one beam, one answer: what a pipeline or a served request spells out."""
+    from clover.generation_clover import refuse_unused
+
+    for name, value in (
+        ("do_sample", False),
+        ("num_beams", 1),
+        ("temperature", 1.0),
+        ("top_p", 1.0),
+        ("num_return_sequences", 1),
+        ("repetition_penalty", 1.0),
+        ("use_cache", True),
+        ("streamer", None),
+        ("stopping_criteria", None),
+    ):
+        config, arguments = model._prepare_generation_config(None, **{name: value})
+        refuse_unused(config, arguments)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+FOREIGN = {
+    "streamer": TextStreamer(tokenizer=None),
+    "stopping_criteria": [lambda ids, scores: True],
+    "logits_processor": [lambda ids, scores: scores],
+    "prefix_allowed_tokens_fn": lambda row, ids: [1],
+    "past_key_values": DynamicCache(),
+    "cache": DynamicCache(),
+    "inputs_embeds": torch.zeros(1, 11, 32),
+    "position_ids": torch.arange(11)[None],
+    "cache_position": torch.arange(11),
+    "token_type_ids": torch.zeros_like(IDS),
+    "custom_generate": lambda *args, **kwargs: None,
+    "assistant_model": object(),
+    "tokenizer": object(),
+    "synced_gpus": True,
+    "labels": IDS,
+    "is_causal": True,
+    "negative_prompt_ids": IDS,
+    "block": 4,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_argument_that_generate_has_no_use_for_is_refused(model, name):
+    with refused(name, "(it takes|did you mean|must be)"):
+        model.generate(IDS, max_new_tokens=5, **{name: FOREIGN[name]})
+
+
+def test_a_callback_that_cannot_be_called_is_refused(model):
+    with refused("callback"):
+        model.generate(IDS, max_new_tokens=5, callback="x")
+
+
+def test_a_generation_config_that_is_none_of_transformers_is_refused(model):
+    with refused("generation_config"):
+        model.generate(IDS, generation_config={"max_new_tokens": 5})
+
+
+def test_a_trace_without_a_place_for_it_is_refused(model):
+    with refused("output_trace", "return_dict_in_generate"):
+        model.generate(IDS, max_new_tokens=5, output_trace=True)
+    with refused("output_trace", "return_dict_in_generate"):
+        model.generate(IDS, generation_config=CloverGenerationConfig(max_new_tokens=5, output_trace=True))
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+NO_PROMPTS = {
+    "nothing": None,
+    "a list": [[1, 2, 3]],
+    "1-D": torch.arange(1, 9),
+    "3-D": torch.ones(1, 2, 3, dtype=torch.long),
+    "floats": torch.ones(1, 5),
+    "bools": torch.ones(1, 5, dtype=torch.bool),
+    "no column": torch.ones(1, 0, dtype=torch.long),
+    "no row": torch.ones(0, 5, dtype=torch.long),
+    "a row of padding": torch.tensor([[PAD] * 5, [1] * 5]),
+    "an id below the vocabulary": torch.tensor([[3, -1, 4]]),
+    "an id above the vocabulary": torch.tensor([[3, 48, 4]]),
+}
+
+
+@pytest.mark.parametrize("name", NO_PROMPTS)
+def test_what_is_no_prompt_is_refused(model, name):
+    with refused("input_ids"):
+        model.generate(NO_PROMPTS[name], max_new_tokens=5)
+
+
+def test_an_id_out_of_the_vocabulary_is_refused_in_any_row_but_not_in_the_padding():
     model = small_clover()
-
-    def refuse(*_):
-        raise AssertionError("a pass was run before the error")
-
-    handles = [model.register_forward_pre_hook(refuse), model.model.register_forward_pre_hook(refuse)]
-    yield model
-    for handle in handles:
-        handle.remove()
+    ids = torch.tensor([[1, 2, 3], [1, 2, 999]])
+    with refused("input_ids", r"\[0, 48\)"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5)
 
 
-WRONG_VALUES = [
-    ({"threshold": 1.5}, r"`threshold` is 1.5.*\[0, 1\]"),
-    ({"threshold": -0.1}, r"`threshold` is -0.1.*\[0, 1\]"),
-    ({"threshold": "0.9"}, r"`threshold` is '0.9'.*\[0, 1\]"),
-    ({"threshold": True}, r"`threshold` is True.*\[0, 1\]"),
-    ({"threshold": float("nan")}, r"`threshold` is nan.*\[0, 1\]"),
-    ({"block_size": 0}, "`block_size` is 0.*at least 1"),
-    ({"block_size": 2.5}, "`block_size` is 2.5.*integer"),
-    ({"max_denoising_steps": 0}, "`max_denoising_steps` is 0.*at least 1"),
-    ({"decoding": "beam"}, "`decoding` is 'beam'.*low_confidence"),
-    ({"expert_coreset_top_p": 0}, r"`expert_coreset_top_p` is 0.*\(0, 1\]"),
-    ({"max_new_tokens": 0}, "`max_new_tokens`"),
-    ({"max_length": 5}, "`max_length` is 5.*more than the prompt's 5"),
-    ({"max_new_tokens": 508}, "`max_new_tokens` is 508.*at most 507"),
-    ({"output_trace": True}, "`output_trace` is True.*return_dict_in_generate"),
-]
-UNUSED_FIELDS = [
-    {"do_sample": True},
-    {"num_beams": 2},
-    {"num_return_sequences": 2},
-    {"temperature": 0.7},
-    {"top_p": 0.9},
-    {"top_k": 5},
-    {"repetition_penalty": 1.2},
-    {"no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[3]]},
-    {"suppress_tokens": [3]},
-    {"stop_strings": ["a"]},
-    {"max_time": 1.0},
-    {"min_new_tokens": 3},
-    {"cache_implementation": "static"},
-    {"use_cache": False},
-    {"output_scores": True},
-    {"prompt_lookup_num_tokens": 3},
-]
-UNUSED_ARGUMENTS = [
-    {"streamer": TextStreamer(None)},
-    {"stopping_criteria": StoppingCriteriaList([lambda *_: True])},
-    {"logits_processor": [lambda ids, scores: scores]},
-    {"past_key_values": DynamicCache()},
-    {"inputs_embeds": torch.zeros(2, 5, 32)},
-    {"position_ids": torch.zeros(2, 5, dtype=torch.long)},
-    {"labels": IDS},
-    {"is_causal": True},
-    {"assistant_model": object()},
-    {"custom_generate": "somewhere"},
-    {"presence_penalty": 1.0},
-    {"seed": 3},
-]
+def test_prompts_given_twice_are_refused(model):
+    with refused("inputs", "input_ids"):
+        model.generate(IDS, input_ids=IDS, max_new_tokens=5)
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG_VALUES, ids=[str(wrong) for wrong, _ in WRONG_VALUES])
-def test_a_wrong_value_is_refused_as_an_argument(wrong, message, idle_model):
-    with pytest.raises(ValueError, match=message):
-        idle_model.generate(IDS, **{"max_new_tokens": 3} | wrong if "max_length" not in wrong else wrong)
+@pytest.mark.parametrize("row", [[1, 1, 0], [1, 0, 1], [0, 1, 0]])
+def test_padding_on_the_right_or_inside_is_refused(model, row):
+    mask = torch.tensor([row, [1, 1, 1]])
+    with refused("attention_mask", "left"):
+        model.generate(torch.tensor([[5, 6, 7], [5, 6, 7]]), attention_mask=mask, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("wrong", [w for w, _ in WRONG_VALUES[:10]], ids=str)
-def test_a_wrong_value_is_refused_in_a_config(wrong, idle_model):
-    (name,) = wrong
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        type(idle_model.generation_config)(**wrong)
-    plain = GenerationConfig(max_new_tokens=3, **wrong)
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        idle_model.generate(IDS, generation_config=plain)
+def test_padding_on_the_right_is_refused_where_it_is_inferred_from_the_pad_token(model):
+    with refused("attention_mask", "left"):
+        model.generate(torch.tensor([[5, 6, PAD], [5, 6, 7]]), max_new_tokens=5)
 
 
-@pytest.mark.parametrize("unused", UNUSED_FIELDS, ids=str)
-def test_a_field_that_is_not_used_is_refused_as_an_argument_and_in_a_config(unused, idle_model):
-    (name,) = unused
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        idle_model.generate(IDS, max_new_tokens=3, **unused)
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        idle_model.generate(IDS, generation_config=type(idle_model.generation_config)(max_new_tokens=3, **unused))
+@pytest.mark.parametrize("shape", [(1, 10), (2, 11), (11,), (1, 1, 11, 11)])
+def test_an_attention_mask_of_another_shape_is_refused(model, shape):
+    with refused("attention_mask", re.escape("(1, 11)")):
+        model.generate(IDS, attention_mask=torch.ones(shape, dtype=torch.long), max_new_tokens=5)
 
 
-@pytest.mark.parametrize("unused", UNUSED_ARGUMENTS, ids=lambda unused: next(iter(unused)))
-def test_an_argument_that_is_not_used_is_refused(unused, idle_model):
-    with pytest.raises(ValueError, match=f"`{next(iter(unused))}`"):
-        idle_model.generate(IDS, max_new_tokens=3, **unused)
+def test_an_attention_mask_that_is_no_tensor_is_refused(model):
+    with refused("attention_mask"):
+        model.generate(IDS, attention_mask=[[1] * 11], max_new_tokens=5)
 
 
-def test_a_misspelt_argument_is_refused_with_the_right_name(idle_model):
-    with pytest.raises(ValueError, match="`treshold`.*did you mean `threshold`"):
-        idle_model.generate(IDS, max_new_tokens=3, treshold=0.5)
+# ---- length ----------------------------------------------------------------------------------------------------------
 
 
-def test_neutral_values_of_unused_fields_pass():
-    out = small_clover().generate(
-        IDS, max_new_tokens=3, do_sample=False, num_beams=1, temperature=1.0, top_k=50, use_cache=True, streamer=None
-    )
-    assert out.shape == (2, 8)
+def test_a_prompt_with_an_answer_longer_than_the_context_is_refused():
+    short = small_clover(max_position_embeddings=32)
+    with refused("max_new_tokens", "22", "21"):
+        short.generate(IDS, max_new_tokens=22)
+    with refused("max_new_tokens", "21", "32"):
+        short.generate(IDS, max_length=33)
 
 
-def test_temperature_zero_is_greedy():
-    model = small_clover()
-    assert torch.equal(model.generate(IDS, max_new_tokens=9), model.generate(IDS, max_new_tokens=9, temperature=0.0))
+def test_a_prompt_that_fills_the_context_is_refused():
+    with refused("input_ids", "32"):
+        small_clover(max_position_embeddings=32).generate(torch.tensor([prompt(32)]))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"inputs": IDS[0]}, r"`input_ids`.*shape \(5,\).*\(B, P\)"),
-        ({"inputs": IDS.float()}, "`input_ids`.*float32.*integer"),
-        ({"inputs": IDS.tolist()}, "`input_ids` is 'list'|`input_ids` is list"),
-        ({}, "`input_ids`"),
-        ({"inputs": IDS[:, :0]}, "`input_ids`.*empty"),
-        ({"inputs": IDS, "attention_mask": torch.tensor([[1] * 5, [0] * 5])}, "`input_ids`.*empty"),
-        ({"inputs": IDS, "attention_mask": torch.tensor([[1] * 5, [1] * 3 + [0] * 2])}, "`attention_mask`.*left"),
-        ({"inputs": IDS, "attention_mask": torch.tensor([[1] * 5, [1, 0, 1, 1, 1]])}, "`attention_mask`.*left"),
-        ({"inputs": IDS, "attention_mask": torch.ones(2, 4)}, r"`attention_mask` is \(2, 4\).*\(2, 5\)"),
-        ({"inputs": torch.tensor([[1, VOCAB]])}, r"`input_ids`.*\[0, 48\)"),
-        ({"inputs": torch.tensor([[1, -1]])}, r"`input_ids`.*\[0, 48\)"),
-        ({"inputs": IDS, "input_ids": IDS}, "`inputs`"),
-    ],
-    ids=["1-D", "float", "list", "none", "no columns", "empty row", "right", "hole", "mask", "high", "low", "twice"],
-)
-def test_prompts_that_cannot_be_answered_are_refused(inputs, message, idle_model):
-    with pytest.raises(ValueError, match=message):
-        idle_model.generate(**inputs, max_new_tokens=3, pad_token_id=PAD)
+@pytest.mark.parametrize("length", [1, 10, 11])
+def test_a_max_length_that_leaves_nothing_to_write_is_refused(model, length):
+    with refused("max_length", str(length), "11"):
+        model.generate(IDS, max_length=length)
 
 
-def test_without_a_mask_token_the_error_tells_how_to_set_one():
-    model = draw(mask_token_id=None)
-    with pytest.raises(ValueError, match="`mask_token_id` is None.*model.config.mask_token_id = "):
-        model.generate(IDS, max_new_tokens=3)
-    model.config.mask_token_id = MASK
-    assert model.generate(IDS, max_new_tokens=3).shape == (2, 8)
+def test_a_model_without_a_mask_token_says_how_to_set_it():
+    with refused("mask_token_id", "model.config.mask_token_id"):
+        small_clover(mask_token_id=None).generate(IDS, max_new_tokens=5)
+
+
+def test_a_mask_token_that_also_ends_answers_is_refused(model):
+    """It can never be written."""
+    with refused("eos_token_id", str(MASK)):
+        model.generate(IDS, max_new_tokens=5, eos_token_id=MASK)
