@@ -46,6 +46,7 @@ class CloverConfig(Qwen3_5MoeTextConfig):
     expert_coreset_top_p: float | int | None = None
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # a Qwen3.5-MoE's config.json describes a Clover, and must not rename it
         if "mask_id" in kwargs:
             mask_id = kwargs.pop("mask_id")
             agree = self.mask_token_id is None or mask_id is None or self.mask_token_id == mask_id

@@ -231,9 +231,10 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         super().__init__(config, layer_idx)
         # The names are the vendor's (its llama.cpp converter lists them), the shapes of the last three are ours.
         self.conv_right_weight = nn.Parameter(torch.zeros(self.conv_dim, self.conv_kernel_size - 1))
-        self.bd_softmax_logit_scale = nn.Parameter(torch.full((self.num_v_heads,), self.head_k_dim**0.5))
-        self.bd_softmax_history_bias = nn.Parameter(torch.zeros(self.num_v_heads))
-        self.bd_softmax_history_c = nn.Parameter(torch.ones(self.num_v_heads))
+        fp32 = {"dtype": torch.float32}  # also where the model is made in half precision
+        self.bd_softmax_logit_scale = nn.Parameter(torch.full((self.num_v_heads,), self.head_k_dim**0.5, **fp32))
+        self.bd_softmax_history_bias = nn.Parameter(torch.zeros(self.num_v_heads, **fp32))
+        self.bd_softmax_history_c = nn.Parameter(torch.ones(self.num_v_heads, **fp32))
 
     @force_accelerate_hooks("conv1d")  # the weight of conv1d is read here without calling conv1d
     def forward(self, hidden_states: torch.Tensor, is_causal: bool = True, **kwargs) -> torch.Tensor:

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from clover.generation_clover import LowConfidence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_denoiser import naive_accepted, naive_choice
+
+from clover.generation_clover import LowConfidence
 
 MASK = 4
 NEVER = float("-inf")

@@ -211,7 +211,7 @@ def test_old_reasoning_is_dropped_unless_it_is_to_be_preserved(answer):
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
-        ([], "no messages"),
+        ([], "no messages|at least one message"),
         ([{"role": "system", "content": "Be brief."}], "role user"),
         ([QUESTION, {"role": "system", "content": "Be brief."}], "must come first"),
         ([QUESTION, {"role": "critic", "content": "No."}], "a role other than"),

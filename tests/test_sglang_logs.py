@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from clover.generation_clover import LowConfidence, block_diffusion
 from tiny_sdar import MASK, UncachedSdar, tiny_sdar
+
+from clover.generation_clover import LowConfidence, block_diffusion
 
 DATA = Path(__file__).parent / "data"
 LOGS = [json.loads(path.read_text()) for path in sorted(DATA.glob("sglang-*.json"))]

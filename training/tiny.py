@@ -231,7 +231,10 @@ def save_checkpoint(model: CloverForDiffusionLM, folder: Path) -> None:
     links = [folder / name for name in ("configuration_clover.py", "generation_clover.py", "modeling_clover.py")]
     for link in links:
         link.unlink(missing_ok=True)  # saving copies the code; it must not write through an old link
-    model.to(torch.bfloat16).save_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        if "bd_softmax" not in name:  # these stay in fp32
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.save_pretrained(folder)
     for link in links:
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(Path(__file__).parents[1] / link.name, folder))
