@@ -20,6 +20,7 @@ The loop, `block_diffusion`, knows no model: it calls `prefill`, `denoise` and `
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -300,12 +301,12 @@ class CloverGenerationConfig(GenerationConfig):
         return config
 
     def validate(self, *args, **kwargs):
-        super().validate(*args, **kwargs)
         validate_block_fields(self)
+        super().validate(*args, **kwargs)
 
 
-def validate_block_fields(config: GenerationConfig) -> None:
-    """Raises a `ValueError` for a value that block diffusion does not allow; unset fields pass."""
+def validate_block_fields(config: object) -> None:
+    """Raises a `ValueError` for a value that block diffusion does not allow; fields that are unset or absent pass."""
 
     def check(name: str, kind: type | tuple[type, ...], allowed: str, test: Callable[[object], bool]) -> None:
         value = getattr(config, name, None)
@@ -318,6 +319,14 @@ def validate_block_fields(config: GenerationConfig) -> None:
     check("decoding", str, '"low_confidence"', lambda value: value == "low_confidence")
     check("expert_coreset_top_p", (int, float), "null or a number in (0, 1]", lambda value: 0 < value <= 1)
     check("output_trace", bool, "true or false", lambda value: True)
+    check("return_dict_in_generate", bool, "true or false", lambda value: True)
+    check("max_new_tokens", int, "an integer of at least 1", lambda value: value >= 1)
+    check("max_length", int, "an integer of at least 1", lambda value: value >= 1)
+    check("pad_token_id", int, "a token id", lambda value: True)
+    ids = getattr(config, "eos_token_id", None)
+    listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+    well_typed = all(isinstance(token, int) and not isinstance(token, bool) for token in listed)
+    require(well_typed, "eos_token_id", ids, "a token id or a list of them")
 
 
 USED_FIELDS = {"block_size", "threshold", "max_denoising_steps", "decoding", "expert_coreset_top_p", "output_trace"}
@@ -406,8 +415,16 @@ class CloverGenerationMixin(GenerationMixin):
         require(inputs is None or input_ids is None, "inputs", "given", "unset where `input_ids` is given")
         prompts = inputs if inputs is not None else input_ids
         attention_mask = kwargs.pop("attention_mask", None)
+        is_config = generation_config is None or isinstance(generation_config, GenerationConfig)
+        require(is_config, "generation_config", type(generation_config).__name__, "a GenerationConfig")
+        require(callback is None or callable(callback), "callback", callback, "a function of row, step and block")
+        is_mask = attention_mask is None or isinstance(attention_mask, torch.Tensor)
+        require(is_mask, "attention_mask", type(attention_mask).__name__, "a tensor")
+        caches = not (self.training and self.is_gradient_checkpointing)  # there transformers turns caches off
+        require(caches, "model.training", True, "false with gradient checkpointing: call `model.eval()` first")
+        for source in (self.generation_config, generation_config, SimpleNamespace(**kwargs)):
+            validate_block_fields(source)  # before they are merged, which trips over values of the wrong kind
         config, arguments = self._prepare_generation_config(generation_config, **kwargs)
-        validate_block_fields(config)
         refuse_unused(config, arguments)
         mask_token_id = self.config.mask_token_id
         require(
@@ -417,7 +434,8 @@ class CloverGenerationMixin(GenerationMixin):
             "set to denoise: `model.config.mask_token_id = tokenizer.convert_tokens_to_ids(MASK_TOKEN)`. The 35B "
             "release's mask token is not publicly known, so its config.json leaves it unset",
         )
-        require(isinstance(prompts, torch.Tensor) and prompts.ndim == 2, "input_ids", _kind(prompts), "a (B, P) tensor")
+        is_batch = isinstance(prompts, torch.Tensor) and prompts.ndim == 2 and len(prompts) > 0
+        require(is_batch, "input_ids", _kind(prompts), "a (B, P) tensor of at least one row")
         integral = not prompts.is_floating_point() and prompts.dtype != torch.bool
         require(integral, "input_ids", str(prompts.dtype), "integer token ids")
         self._prepare_special_tokens(config, attention_mask is not None, device=prompts.device)

@@ -83,6 +83,13 @@ def test_an_end_token_of_the_prompt_ends_nothing():
     assert answer.tokens == [5, 5, 5] and answer.finish_reason == "length"
 
 
+def test_a_mask_token_among_the_end_tokens_ends_nothing():
+    """It is never written, and a position that is still masked is no end."""
+    toy = ScriptedModel({1: (5, 0.9), 2: (6, 0.3), 3: (7, 0.4)})
+    (answer,) = write(toy, [[1]], budget=3, eos=[TOY_MASK])
+    assert (answer.tokens, answer.finish_reason) == ([5, 6, 7], "length")
+
+
 @pytest.mark.parametrize(
     "budget, tokens, reason", [(2, [5, 6], "length"), (3, [5, 6, 9], "stop"), (4, [5, 6, 9], "stop")]
 )

@@ -141,6 +141,17 @@ def test_a_clover_denoises_with_layers_that_lie_on_disk(repository, clover_model
     assert (denoising(model) - denoising(clover_model)).abs().max() < 1e-5
 
 
+def test_a_layer_is_never_split_between_devices(repository, clover_model, tmp_path):
+    size = sum(weight.numel() * weight.element_size() for weight in clover_model.parameters())
+    model = CloverForDiffusionLM.from_pretrained(
+        repository, device_map="auto", max_memory={"cpu": size // 2}, offload_folder=tmp_path
+    )
+    layers = {place: device for place, device in model.hf_device_map.items() if ".layers." in place}
+    assert set(layers.values()) == {"cpu", "disk"}
+    assert set(layers) == {f"model.layers.{i}" for i in range(4)}
+    assert (denoising(model) - denoising(clover_model)).abs().max() < 1e-5
+
+
 # ---- remote code, in processes that have never seen this package -------------------------------------------
 
 FIRST_PROCESS = """

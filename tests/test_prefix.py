@@ -88,7 +88,7 @@ def test_rows_of_unequal_prompts_get_what_they_get_alone(clover_model):
             prefix = clover_model.commit(prefix, block[row : row + 1])
 
 
-@pytest.mark.parametrize("rows", [[1], [2, 0], [0, 0, 1, 1, 1], []])
+@pytest.mark.parametrize("rows", [[1], [2, 0], [0, 0, 1, 1, 1], [0, 1, 2], [2, 1, 0], []])
 def test_selected_rows_go_on_by_themselves(rows, clover_model):
     ids, mask = padded_prompts()
     rows = torch.tensor(rows, dtype=torch.long)
