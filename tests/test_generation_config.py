@@ -48,7 +48,16 @@ def test_the_model_that_is_loaded_has_a_clover_generation_config(tmp_path):
     assert type(draw().generation_config).__name__ == "CloverGenerationConfig"
 
 
-def test_the_defaults_are_a_threshold_of_095_and_the_models_block_size(model):
+def test_the_default_threshold_is_095():
+    model = draw()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3)  # many confidences near 1
+    by_threshold = {x: steps(model, max_new_tokens=100, threshold=x) for x in (0.93, 0.95, 0.97)}
+    assert by_threshold[0.93] != by_threshold[0.95] != by_threshold[0.97]
+    assert steps(model, max_new_tokens=100) == by_threshold[0.95]
+
+
+def test_the_default_block_size_is_the_models(model):
     explicit = steps(model, max_new_tokens=17, threshold=0.95, block_size=8, decoding="low_confidence")
     assert steps(model, max_new_tokens=17) == explicit
     small = small_clover(block_size=4)
