@@ -420,7 +420,9 @@ class CloverGenerationMixin(GenerationMixin):
         require(callback is None or callable(callback), "callback", callback, "a function of row, step and block")
         is_mask = attention_mask is None or isinstance(attention_mask, torch.Tensor)
         require(is_mask, "attention_mask", type(attention_mask).__name__, "a tensor")
-        caches = not (self.training and self.is_gradient_checkpointing)  # there transformers turns caches off
+        # There transformers turns caches off. (Its own property for this warns in newer versions.)
+        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+        caches = not (self.training and checkpointing)
         require(caches, "model.training", True, "false with gradient checkpointing: call `model.eval()` first")
         for source in (self.generation_config, generation_config, SimpleNamespace(**kwargs)):
             validate_block_fields(source)  # before they are merged, which trips over values of the wrong kind

@@ -158,9 +158,9 @@ def coreset_routing(router_logits: torch.Tensor, top_k: int, top_p: float) -> tu
     keep = (reached_before < top_p) & (share > 0)
     keep[:, :top_k] = True
     in_coreset = torch.zeros_like(keep).scatter_(1, heaviest.indices, keep)  # (B, E)
-    inside = router_logits.float().masked_fill(~in_coreset[:, None], float("-inf")).softmax(-1)
-    weights, indices = inside.topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True), indices
+    inside = router_logits.float().masked_fill(~in_coreset[:, None], float("-inf"))
+    chosen, indices = inside.topk(top_k, dim=-1)  # of logits: probabilities may underflow to the zero of those outside
+    return chosen.softmax(-1), indices
 
 
 # ---- the prefix: a cache that can be read and not advanced -----------------------------------------------------------
@@ -415,6 +415,8 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
     ) -> dict[str, torch.Tensor | None]:
         """Masks by layer type: every query of the block sees the whole block and the prefix's real tokens."""
         if prefix_mask is not None:
+            is_tensor = isinstance(prefix_mask, torch.Tensor)
+            require(is_tensor, "attention_mask", type(prefix_mask).__name__, "a (B, P) tensor in a denoising pass")
             shape, prefix = tuple(prefix_mask.shape), cache.get_seq_length() if cache is not None else 0
             fits = shape == (block.shape[0], prefix)
             require(fits, "attention_mask", shape, f"{(block.shape[0], prefix)}: a denoising pass masks its prefix")
@@ -505,7 +507,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
             hidden_states = hidden_states[:, kept]
         return MoeCausalLMOutputWithPast(
             logits=self.lm_head(hidden_states),
-            past_key_values=cache,
+            **{CACHE: cache},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,

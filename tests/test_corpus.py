@@ -176,10 +176,10 @@ def word_problem_result(prompt: str) -> int:
     first, second, *rest = numbers_in(prompt)
     if "gives" in prompt:
         return first + second - rest[0]
-    if "pays" in prompt:
-        return rest[0] - first * second
+    if "loses" in prompt:
+        return first - second + rest[0]
     if "packs" in prompt:
-        return first * second + rest[0]
+        return first * second
     return first + (first + second)
 
 

@@ -395,6 +395,15 @@ def test_a_small_coreset_runs_few_experts_in_a_block_but_as_many_as_a_token_uses
     assert all(len(used) == 2 for layer in small for used in layer)
 
 
+def test_a_router_that_is_certain_stays_inside_the_coreset():
+    model, prefix, block = random_clover(), tokens(2, 20), tokens(2, 32, seed=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.mul_(1000)  # all probabilities but the first are zero in fp32
+    used = experts_used(model, prefix, block, expert_coreset_top_p=1e-3)
+    assert all(len(row) == model.config.num_experts_per_tok for layer in used for row in layer)
+
+
 def test_a_rows_coreset_is_its_own(clover_model):
     prefix, block = tokens(3, 12), tokens(3, 32, seed=1)
     together = denoised(clover_model, prefix, block, expert_coreset_top_p=0.4)
@@ -423,6 +432,7 @@ def test_the_configurations_coreset_holds_unless_the_call_names_another(clover_m
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"attention_mask": {"full_attention": torch.ones(2, 20)}}, "`attention_mask`.*dict.*tensor"),
         ({"attention_mask": torch.tensor([[1] * 20, [1] * 15 + [0] * 5])}, "`attention_mask`.*left"),
         ({"attention_mask": torch.tensor([[1] * 20, [0, 1, 1, 0] + [1] * 16])}, "`attention_mask`.*left"),
         ({"attention_mask": torch.ones(2, 19)}, r"`attention_mask` is \(2, 19\).*\(2, 20\)"),
@@ -432,7 +442,7 @@ def test_the_configurations_coreset_holds_unless_the_call_names_another(clover_m
         ({"expert_coreset_top_p": 0.0}, r"`expert_coreset_top_p` is 0.0.*\(0, 1\]"),
         ({"expert_coreset_top_p": 1.5}, r"`expert_coreset_top_p` is 1.5.*\(0, 1\]"),
     ],
-    ids=["right padding", "a hole", "short", "with the block", "one row", "labels", "no coreset", "above 1"],
+    ids=["a dict", "right padding", "a hole", "short", "with the block", "one row", "labels", "no coreset", "above 1"],
 )
 def test_what_a_denoising_pass_cannot_use_is_refused_by_its_name(wrong, message, clover_model):
     with pytest.raises(ValueError, match=message):
