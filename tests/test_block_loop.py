@@ -8,7 +8,7 @@ from naive_denoiser import naive_generate
 from small_clover import MASK, left_padded, prompt, small_clover
 from toy_models import HashModel, ScriptedModel
 
-from clover.generation_clover import LowConfidence, block_diffusion
+from clover.generation_clover import Ends, LowConfidence, block_diffusion
 
 ROUNDING = 1e-5  # decisions closer than this may turn when sums are added in another order
 TOY_MASK = 11
@@ -20,10 +20,8 @@ def write(toy, prompts, threshold=0.5, block_size=4, budget=8, eos=(), steps=Non
         [torch.tensor(row) for row in prompts],
         LowConfidence(threshold, TOY_MASK),
         block_size,
-        budget,
-        list(eos),
+        Ends(budget, tuple(eos)),
         max_denoising_steps=steps,
-        record_trace=True,
     )
 
 

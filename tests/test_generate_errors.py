@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 from small_clover import PAD, prompt, small_clover
-from transformers import DynamicCache, GenerationConfig, TextStreamer
+from transformers import DynamicCache, GenerationConfig
 
 from clover import CloverGenerationConfig
 
@@ -80,22 +80,41 @@ OF_ANOTHER_KIND = [
     ("pad_token_id", "x", "token id"),
     ("pad_token_id", [1], "token id"),
     ("return_dict_in_generate", "yes", "true or false"),
+    ("do_sample", 1, "true or false"),
+    ("temperature", "hot", "number"),
+    ("temperature", -0.1, "at least 0"),
+    ("top_k", 2.5, "integer"),
+    ("top_k", -1, "at least 0"),
+    ("top_p", 0.0, r"\(0, 1\]"),
+    ("top_p", 1.1, r"\(0, 1\]"),
+    ("min_p", 1.5, r"\[0, 1\]"),
+    ("num_return_sequences", 0, "at least 1"),
+    ("presence_penalty", "1", "number"),
+    ("frequency_penalty", float("inf"), "finite"),
+    ("repetition_penalty", 0, "above 0"),
+    ("no_repeat_ngram_size", -2, "at least 0"),
+    ("min_new_tokens", -1, "at least 0"),
+    ("suppress_tokens", [1.5], "token ids"),
+    ("suppress_tokens", 3, "token ids"),
+    ("bad_words_ids", [1], "token ids"),
+    ("bad_words_ids", [[]], "token ids"),
+    ("stop_ramp", {"start": 1}, "slope"),
+    ("stop_ramp", {"start": 1, "slope": "x", "max": 2}, "three numbers"),
+    ("think_end_ramp", 3, "slope"),
+    ("think_end_token_id", "x", "token id"),
+    ("max_thinking_tokens", -1, "at least 0"),
+    ("max_time", 0, "above 0"),
+    ("stop_strings", [3], "string"),
 ]
 
 NOT_USED = [
+    ("typical_p", 0.9),
+    ("epsilon_cutoff", 0.01),
+    ("min_length", 3),
+    ("begin_suppress_tokens", [1]),
+    ("sequence_bias", [[[1], 2.0]]),
+    ("forced_eos_token_id", 3),
     ("num_beams", 2),
-    ("num_return_sequences", 2),
-    ("do_sample", True),
-    ("temperature", 0.7),
-    ("top_p", 0.9),
-    ("top_k", 10),
-    ("min_p", 0.1),
-    ("stop_strings", ["x"]),
-    ("repetition_penalty", 1.2),
-    ("min_new_tokens", 3),
-    ("max_time", 1.0),
-    ("suppress_tokens", [1]),
-    ("bad_words_ids", [[1]]),
     ("output_scores", True),
     ("output_logits", True),
     ("guidance_scale", 2.0),
@@ -194,9 +213,6 @@ def test_values_that_ask_for_what_happens_anyway_are_not_refused(model):
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 FOREIGN = {
-    "streamer": TextStreamer(tokenizer=None),
-    "stopping_criteria": [lambda ids, scores: True],
-    "logits_processor": [lambda ids, scores: scores],
     "prefix_allowed_tokens_fn": lambda row, ids: [1],
     "past_key_values": DynamicCache(),
     "cache": DynamicCache(),
@@ -206,7 +222,6 @@ FOREIGN = {
     "token_type_ids": torch.zeros_like(IDS),
     "custom_generate": lambda *args, **kwargs: None,
     "assistant_model": object(),
-    "tokenizer": object(),
     "synced_gpus": True,
     "labels": IDS,
     "is_causal": True,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_sdar import MASK, UncachedSdar, tiny_sdar
 
-from clover.generation_clover import LowConfidence, block_diffusion
+from clover.generation_clover import Ends, LowConfidence, block_diffusion
 
 DATA = Path(__file__).parent / "data"
 LOGS = [json.loads(path.read_text()) for path in sorted(DATA.glob("sglang-*.json"))]
@@ -38,7 +38,7 @@ class Recording:
         self.choose, self.choices = LowConfidence(log["threshold"], log["mask_id"]), []
         self.mask_token_id = log["mask_id"]
 
-    def __call__(self, logits, masked):
+    def __call__(self, logits, masked, rows=None):
         self.choices.append(self.choose(logits, masked))
         return self.choices[-1]
 
@@ -55,10 +55,8 @@ def write(sdar, log: dict, indices: list[int], choose=None):
         [torch.tensor(request["input_ids"]) for request in requests],
         choose or LowConfidence(log["threshold"], log["mask_id"]),
         block_size=log["block_size"],
-        max_new_tokens=requests[0]["max_new_tokens"],
-        eos_token_ids=[] if requests[0]["ignore_eos"] else [log["eos_token_id"]],
+        ends=Ends(requests[0]["max_new_tokens"], () if requests[0]["ignore_eos"] else (log["eos_token_id"],)),
         callback=lambda row, step, block: blocks[row].append((step.block * log["block_size"], block)),
-        record_trace=True,
     )
     return answers, blocks
 
