@@ -20,25 +20,27 @@ confidences are the same.
 The loop, `block_diffusion`, knows no model: it calls `prefill`, `denoise` and `commit` of whatever it is given.
 """
 
-import difflib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    StopStringCriteria,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, LogitsProcessorList, StopStringCriteria
 
 from .configuration_clover import require
+from .controls_clover import Forbidden, Processor, Thinking, filters_of, forbidden_of, processors_of
+from .options_clover import (
+    BLOCK_FIELDS,
+    DECODINGS,
+    CloverGenerationConfig,
+    check_tools,
+    refuse_contradictions,
+    refuse_unused,
+    validate_block_fields,
+)
 
 # ---- choosing tokens -------------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # see `Ends.reason`; None while it is being written
     num_denoising_passes: int = 0
-    num_commit_passes: int = 0
+    num_commit_passes: int = 0  # verifying passes count as such
     trace: list[DenoisingStep] = field(default_factory=list)
 
     @property
@@ -207,173 +209,6 @@ class Ends:
             answer.tokens.append(row.block[position])
             answer.finish_reason = self.reason(row.prompt, answer.tokens)
         return settled
-
-
-# ---- processors: they change the logits of masked positions by what the row says so far ------------------------------
-
-Processor = Callable[
-    [torch.Tensor, list[Row]], None
-]  # scores (N, V) fp32, changed in place; the rows in the same order
-
-
-def by_row(scores: torch.Tensor, rows: list[Row]) -> Iterator[tuple[torch.Tensor, Row]]:
-    """Each row with the scores (n, V) of its n open positions."""
-    return zip(scores.split([sum(row.masked) for row in rows]), rows, strict=True)
-
-
-def penalise_response(presence: float, frequency: float, repetition: float) -> Processor:
-    """Makes what the answer holds already less likely: `presence` off the logit of each such token, `frequency` times
-    its count (OpenAI's definitions), and division by `repetition` where the logit is positive, multiplication where
-    it is negative (CTRL, arXiv 1909.05858). The prompt does not count; accepted tokens of the block do."""
-
-    def process(scores: torch.Tensor, rows: list[Row]) -> None:
-        for part, row in by_row(scores, rows):
-            known = torch.tensor([token for token in row.response if token is not None], dtype=torch.long)
-            tokens, counts = (x.to(scores.device) for x in known.unique(return_counts=True))
-            logits = part[:, tokens]
-            logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-            part[:, tokens] = logits - presence - frequency * counts
-
-    return process
-
-
-def ramp(tokens: list[int], start: int, slope: float, max: float, applies: Callable[[Row], bool]) -> Processor:
-    """Adds `min(max, slope * (position - start))` to the tokens' logits at positions of the answer after `start`."""
-
-    def process(scores: torch.Tensor, rows: list[Row]) -> None:
-        for part, row in by_row(scores, rows):
-            if applies(row):
-                after = torch.tensor(row.open_positions, device=scores.device) - start
-                part[:, tokens] += (slope * after).clamp(0, max)[:, None]
-
-    return process
-
-
-def ban(tokens: list[int], banned_at: Callable[[Row], list[bool]] | None = None) -> Processor:
-    """Makes tokens impossible, at all open positions or at those that `banned_at` says."""
-
-    def process(scores: torch.Tensor, rows: list[Row]) -> None:
-        for part, row in by_row(scores, rows):
-            where = torch.tensor(banned_at(row) if banned_at else [True] * len(part), device=scores.device)
-            part[:, tokens] = part[:, tokens].masked_fill(where[:, None], float("-inf"))
-
-    return process
-
-
-def by_position(processor: Callable, mask_token_id: int) -> Processor:
-    """A processor of autoregressive generation, called for each open position with the tokens before it (1, L), the
-    mask token where one is not known yet, and the position's scores (1, V)."""
-
-    def process(scores: torch.Tensor, rows: list[Row]) -> None:
-        for part, row in by_row(scores, rows):
-            text = row.prompt + [mask_token_id if token is None else token for token in row.response]
-            for one, position in zip(part, row.open_positions, strict=True):
-                before = torch.tensor([text[: len(row.prompt) + position]], device=scores.device)
-                one.copy_(processor(before, one[None].clone())[0])
-
-    return process
-
-
-class Forbidden:
-    """Sequences that an answer must not hold: given words, and, n tokens long, those that it holds already.
-
-    An answer has gaps, so a token can complete a sequence from its middle; and tokens that are accepted together can
-    complete one that neither completes alone, so they are put one after the other.
-    """
-
-    def __init__(self, words: list[list[int]], ngram: int, text: list[int | None]):
-        self.ngram, self.text = ngram, list(text)
-        self.lengths = {len(word) for word in words} | ({ngram} if ngram else set())
-        self.completions: dict[tuple, set[int]] = {}  # what must not stand between these left and right neighbours
-        for word in words:
-            self._forbid(word)
-        for i in range(0, len(text), ngram) if ngram else ():
-            self._remember_around(i)
-
-    def _forbid(self, word: list[int]) -> None:
-        for k, token in enumerate(word):
-            self.completions.setdefault((tuple(word[:k]), tuple(word[k + 1 :])), set()).add(token)
-
-    def _windows(self, i: int) -> list[list[int]]:
-        """The n-grams around position i that have no gap."""
-        starts = range(max(i - self.ngram + 1, 0), min(i, len(self.text) - self.ngram) + 1) if self.ngram else ()
-        return [w for w in (self.text[a : a + self.ngram] for a in starts) if None not in w]
-
-    def _remember_around(self, i: int) -> None:
-        for window in self._windows(i):
-            self._forbid(window)
-
-    def _repeats_itself(self, i: int, token: int) -> bool:
-        """Whether the token would make two equal n-grams at once."""
-        self.text[i] = token
-        windows = self._windows(i)
-        self.text[i] = None
-        return len({tuple(window) for window in windows}) < len(windows)
-
-    def at(self, i: int) -> set[int]:
-        """The tokens that must not stand at the gap i."""
-        banned = set()
-        for length in self.lengths:
-            for a in range(max(i - length + 1, 0), min(i, len(self.text) - length) + 1):
-                context = tuple(self.text[a:i]), tuple(self.text[i + 1 : a + length])
-                banned |= self.completions.get(context, set())
-        near = {token for token in self.text[max(i - self.ngram, 0) : i + self.ngram] if token is not None}
-        return banned | {token for token in near if self._repeats_itself(i, token)}
-
-    def put(self, i: int, token: int) -> None:
-        self.text[i] = token
-        self._remember_around(i)
-
-    def allowed(self, candidates: list[tuple[int, int]]) -> set[int]:
-        """Which of these positions can take these tokens, the first ones first."""
-        kept = set()
-        for i, token in candidates:
-            if token not in self.at(i):
-                self.put(i, token)
-                kept.add(i)
-        return kept
-
-
-def forbid(forbidden: Callable[[list[int | None]], Forbidden]) -> Processor:
-    """Bans the tokens that would complete a forbidden sequence."""
-
-    def process(scores: torch.Tensor, rows: list[Row]) -> None:
-        for part, row in by_row(scores, rows):
-            sequences = forbidden(row.response)
-            for one, position in zip(part, row.open_positions, strict=True):
-                one[list(sequences.at(position))] = float("-inf")
-
-    return process
-
-
-class Thinking:
-    """Where a row's thinking part is open, and the means to close it after `limit` tokens."""
-
-    def __init__(self, start_token_id: int, end_token_id: int, limit: int | None = None):
-        self.start, self.end, self.limit = start_token_id, end_token_id, limit
-        self.in_prompt: dict[int, bool] = {}  # by row: whether its prompt ends inside a thinking part
-
-    def since(self, row: Row) -> int | None:
-        """Where in the response the open thinking part begins; None if none is open."""
-        for i, token in reversed(list(enumerate(row.response))):
-            if token in (self.start, self.end):
-                return i + 1 if token == self.start else None
-        if row.index not in self.in_prompt:
-            marks = (token for token in reversed(row.prompt) if token in (self.start, self.end))
-            self.in_prompt[row.index] = next(marks, self.end) == self.start
-        return 0 if self.in_prompt[row.index] else None
-
-    def close(self, row: Row) -> None:
-        """Puts the end of thinking on the first open position from the limit on, if thinking goes on until there."""
-        since = self.since(row)
-        late = [] if since is None else [p for p in row.open_positions if p >= since + self.limit]
-        if late:
-            row.fill(late[0] + len(row.prompt) - row.start, self.end)
-
-    def closed_later(self, row: Row) -> list[bool]:
-        """For each open position, whether an end of thinking stands after it: there must not be two."""
-        ends = [i for i, token in enumerate(row.response) if token == self.end]
-        return [bool(ends) and position < ends[-1] for position in row.open_positions]
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -509,240 +344,6 @@ def block_diffusion(
 
 # ---- generate() ------------------------------------------------------------------------------------------------------
 
-BLOCK_FIELDS = {  # with what they are when nobody says
-    "block_size": None,
-    "threshold": 0.95,
-    "max_denoising_steps": None,
-    "decoding": "low_confidence",
-    "expert_coreset_top_p": None,
-    "output_trace": False,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "stop_ramp": None,
-    "think_end_ramp": None,
-    "think_start_token_id": None,
-    "think_end_token_id": None,
-    "max_thinking_tokens": None,
-}
-SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "min_p"}
-
-
-class CloverGenerationConfig(GenerationConfig):
-    r"""
-    How to decode. Precedence: arguments of `generate()`, then a `generation_config` passed to it, then the model's,
-    then the defaults here.
-
-    Args:
-        decoding (`str`, defaults to "low_confidence"): by blocks; or "autoregressive": transformers' own generation
-            over the causal pass, with all of its options and none of the ones here.
-        block_size (`int`, defaults to the model's): positions denoised together, at least 1.
-        threshold (`float`, defaults to 0.95): confidence above which a token is accepted, in [0, 1]. At 1.0 every
-            pass accepts one token.
-        max_denoising_steps (`int`, *optional*): passes over a block after which all that is masked is accepted.
-        expert_coreset_top_p (`float`, *optional*): overrides the model's; see `CloverConfig`.
-        output_trace (`bool`, defaults to False): return what each denoising pass filled.
-        presence_penalty, frequency_penalty (`float`, default to 0): taken off the logits of tokens that the answer
-            holds, once or times their count. repetition_penalty (`float`, defaults to 1): CTRL's. All three look at
-            the response alone, accepted tokens of the block included.
-        stop_ramp, think_end_ramp (`dict`, *optional*): `{"start", "slope", "max"}`, a bonus of
-            `min(max, slope * (position - start))` on the end tokens, or on the end of thinking while it is open, at
-            positions of the answer after `start`.
-        think_start_token_id, think_end_token_id (`int`, *optional*): the marks of a thinking part.
-        max_thinking_tokens (`int`, *optional*): after so many the thinking part is closed, on the first position
-            that is still open then; 0 leaves it empty.
-        do_sample, temperature, top_k, top_p, min_p: as in transformers, at every masked position; 0 is greedy.
-        no_repeat_ngram_size, bad_words_ids, suppress_tokens, min_new_tokens: as in transformers; of the response.
-        stop_strings, max_time, max_new_tokens, max_length: what ends an answer; without a budget it may fill the
-            context. `max_time` is looked at after each pass.
-        num_return_sequences, eos_token_id (`int` or list), pad_token_id, return_dict_in_generate: as in transformers.
-
-    Raises:
-        ValueError: a value is not allowed, or a field of transformers is set that block diffusion does not use.
-    """
-
-    def __init__(self, **kwargs):
-        for name in BLOCK_FIELDS:
-            setattr(self, name, kwargs.pop(name, None))
-        super().__init__(**kwargs)
-
-    @staticmethod
-    def _get_default_generation_params() -> dict:
-        defaults = GenerationConfig._get_default_generation_params()
-        del defaults["max_length"]  # transformers' 20 tokens are less than a block
-        return defaults | {name: value for name, value in BLOCK_FIELDS.items() if value is not None}
-
-    @classmethod
-    def from_model_config(cls, model_config) -> "CloverGenerationConfig":
-        """The token ids of a model's config; the parent would look up our fields on its own class and fail."""
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        config = cls(**{name: getattr(model_config, name, None) for name in names})
-        config._original_object_hash = hash(config)
-        return config
-
-    def validate(self, *args, **kwargs):
-        validate_block_fields(self)
-        super().validate(*args, **kwargs)
-
-
-def validate_block_fields(config: object) -> None:
-    """Raises a `ValueError` for a value that block diffusion does not allow; fields that are unset or absent pass."""
-    number, always = (int, float), lambda value: True
-
-    def check(name: str, kind: type | tuple[type, ...], allowed: str, test: Callable[[object], bool] = always) -> None:
-        value = getattr(config, name, None)
-        well_typed = isinstance(value, kind) and (isinstance(value, bool) == (kind is bool))
-        require(value is None or (well_typed and test(value)), name, value, allowed)
-
-    check("block_size", int, "an integer of at least 1", lambda value: value >= 1)
-    check("threshold", number, "a number in [0, 1]", lambda value: 0 <= value <= 1)
-    check("max_denoising_steps", int, "null or an integer of at least 1", lambda value: value >= 1)
-    check("decoding", str, '"low_confidence" or "autoregressive"', lambda v: v in ("low_confidence", "autoregressive"))
-    check("expert_coreset_top_p", number, "null or a number in (0, 1]", lambda value: 0 < value <= 1)
-    for name in ("output_trace", "return_dict_in_generate", "do_sample"):
-        check(name, bool, "true or false")
-    for name in ("max_new_tokens", "max_length", "num_return_sequences"):
-        check(name, int, "an integer of at least 1", lambda value: value >= 1)
-    for name in ("max_thinking_tokens", "no_repeat_ngram_size", "top_k", "min_new_tokens"):
-        check(name, int, "an integer of at least 0", lambda value: value >= 0)
-    for name in ("presence_penalty", "frequency_penalty"):
-        check(name, number, "a finite number", lambda value: abs(value) < float("inf"))
-    for name in ("repetition_penalty", "max_time"):
-        check(name, number, "a number above 0", lambda value: 0 < value < float("inf"))
-    check("temperature", number, "a number of at least 0", lambda value: 0 <= value < float("inf"))
-    check("top_p", number, "a number in (0, 1]", lambda value: 0 < value <= 1)
-    check("min_p", number, "a number in [0, 1]", lambda value: 0 <= value <= 1)
-    for name in ("stop_ramp", "think_end_ramp"):
-        check(name, dict, '{"start", "slope", "max"}, three numbers', _is_ramp)
-    for name in ("pad_token_id", "think_start_token_id", "think_end_token_id"):
-        check(name, int, "a token id")
-    ids = getattr(config, "eos_token_id", None)
-    require(ids is None or _is_ids(ids) or _is_ids([ids]), "eos_token_id", ids, "a token id or a list of them")
-    check("suppress_tokens", list, "a list of token ids", _is_ids)
-    check("bad_words_ids", list, "a list of words, each a list of token ids", lambda v: all(map(_is_ids, v)) and all(v))
-    words = getattr(config, "stop_strings", None)
-    listed = [words] if isinstance(words, str) else words or []
-    well_typed = isinstance(listed, list) and all(isinstance(word, str) and word for word in listed)
-    require(well_typed, "stop_strings", words, "a string or a list of them, none empty")
-
-
-def _is_ids(value: object) -> bool:
-    numbers = isinstance(value, list | tuple) and all(isinstance(token, int) and token >= 0 for token in value)
-    return numbers and not any(isinstance(token, bool) for token in value)
-
-
-def _is_ramp(value: dict) -> bool:
-    return set(value) == {"start", "slope", "max"} and all(type(number) in (int, float) for number in value.values())
-
-
-USED_FIELDS = set(BLOCK_FIELDS) | SAMPLING_FIELDS | {"do_sample", "repetition_penalty", "no_repeat_ngram_size"}
-USED_FIELDS |= {"bad_words_ids", "suppress_tokens", "min_new_tokens", "stop_strings", "max_time", "max_new_tokens"}
-USED_FIELDS |= {"max_length", "num_return_sequences", "eos_token_id", "pad_token_id", "return_dict_in_generate"}
-ARGUMENTS = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria"}
-ARGUMENTS |= {"streamer", "tokenizer", "generator", "callback"}
-ANY_VALUE = {"bos_token_id", "transformers_version", "_from_model_config"}  # describe a model, ask for nothing
-
-
-def refuse_unused(config: GenerationConfig, arguments: dict) -> None:
-    """Nothing is silently ignored: raises a `ValueError` for what block diffusion has no use for."""
-    neutral = GenerationConfig._get_default_generation_params()
-    names = sorted(USED_FIELDS | ARGUMENTS)
-    for name, value in arguments.items():
-        if value is not None:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(names)}."
-            raise ValueError(f"`{name}` is not an argument of block-diffusion generate(): {hint}")
-    for name, value in config.to_dict().items():
-        if name in USED_FIELDS or name in ANY_VALUE or value is None or value == neutral.get(name):
-            continue
-        off = value is False and neutral.get(name) is None
-        require(off, name, value, f"unset ({neutral.get(name)}): block-diffusion generate() does not use it")
-
-
-def refuse_contradictions(config: GenerationConfig, arguments: dict) -> None:
-    """Raises a `ValueError` for options that are allowed, but not together. `arguments` are those of this call: what a
-    model's own config says about sampling does no harm to a greedy call."""
-    greedy = not config.do_sample or config.temperature == 0
-    for name in sorted(SAMPLING_FIELDS & set(arguments)):
-        neutral = arguments[name] in (None, GenerationConfig._get_default_generation_params().get(name), 0)
-        require(neutral or not greedy, name, arguments[name], "unset where `do_sample` is false or temperature 0")
-    many = config.num_return_sequences
-    require(many == 1 or not greedy, "num_return_sequences", many, "1 without `do_sample=True`: answers would be equal")
-    require(
-        config.return_dict_in_generate or not config.output_trace,
-        "output_trace",
-        True,
-        "used with `return_dict_in_generate=True`",
-    )
-    sequences = config.no_repeat_ngram_size or any(len(word) > 1 for word in config.bad_words_ids or [])
-    steps = config.max_denoising_steps
-    require(
-        not (sequences and steps),
-        "max_denoising_steps",
-        steps,
-        "unset with `no_repeat_ngram_size` or bad words of several tokens: what they forbid takes further passes",
-    )
-    for name in ("think_end_ramp", "max_thinking_tokens"):
-        marks = (config.think_start_token_id, config.think_end_token_id)
-        known = getattr(config, name) is None or None not in marks
-        require(known, name, getattr(config, name), "unset where `think_start_token_id` or `think_end_token_id` is")
-
-
-def check_tools(
-    config: GenerationConfig, callback, generator, logits_processor, stopping_criteria, streamer, tokenizer
-):
-    """Raises a `ValueError` for an object of the wrong kind, or one that would not be used."""
-    require(callback is None or callable(callback), "callback", callback, "a function of row, step and block")
-    for name, given in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
-        listed = given is None or (isinstance(given, list | tuple) and all(map(callable, given)))
-        require(listed, name, given, "a list of callables")
-    streams = streamer is None or (
-        callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
-    )
-    require(streams, "streamer", type(streamer).__name__, "an object with `put` and `end`")
-    kind = generator is None or isinstance(generator, torch.Generator)
-    require(kind, "generator", type(generator).__name__, "a torch.Generator")
-    draws = config.do_sample and config.temperature != 0
-    require(generator is None or draws, "generator", "given", "unset unless `do_sample=True`")
-    needed = config.stop_strings is None or tokenizer is not None
-    require(needed, "stop_strings", config.stop_strings, "used with `tokenizer=`, the model's tokenizer")
-
-
-def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_token_id: int) -> list[Processor]:
-    """The processors that a config asks for, in transformers' order: penalties, bans, the user's."""
-    found = []
-    penalties = (config.presence_penalty, config.frequency_penalty, config.repetition_penalty)
-    if penalties != (0, 0, 1):
-        found.append(penalise_response(*penalties))
-    if config.stop_ramp:
-        found.append(ramp(eos, **config.stop_ramp, applies=lambda row: True))
-    if config.think_end_ramp:
-        thinking = Thinking(config.think_start_token_id, config.think_end_token_id)
-        is_open = lambda row: thinking.since(row) is not None  # noqa: E731
-        found.append(ramp([thinking.end], **config.think_end_ramp, applies=is_open))
-    if config.min_new_tokens:
-        found.append(ban(eos, lambda row: [i < config.min_new_tokens for i in row.open_positions]))
-    if config.suppress_tokens:
-        found.append(ban(config.suppress_tokens))
-    if config.max_thinking_tokens is not None:
-        thinking = Thinking(config.think_start_token_id, config.think_end_token_id)
-        found.append(ban([thinking.end], thinking.closed_later))
-    if config.no_repeat_ngram_size or config.bad_words_ids:
-        found.append(forbid(forbidden_of(config)))
-    return found + [by_position(processor, mask_token_id) for processor in user]
-
-
-def forbidden_of(config: GenerationConfig) -> Callable[[list[int | None]], Forbidden] | None:
-    """The sequences that a config forbids, given a response; None if it forbids none."""
-    words, ngram = [list(word) for word in config.bad_words_ids or []], config.no_repeat_ngram_size or 0
-    return (lambda response: Forbidden(words, ngram, response)) if words or ngram else None
-
-
-def filters_of(config: GenerationConfig) -> tuple[LogitsProcessor, ...]:
-    """transformers' filters of a distribution, in its order."""
-    kinds = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    off = {"top_k": 0, "top_p": 1, "min_p": 0}
-    return tuple(kinds[n](getattr(config, n)) for n in kinds if getattr(config, n) not in (None, off[n]))
-
 
 def row_generators(count: int, base: torch.Generator | None, device: torch.device) -> tuple[torch.Generator, ...]:
     """A generator for each row, seeded one after the other, so that a row draws the same whatever comes after it."""
@@ -783,6 +384,7 @@ class CloverGenerateOutput(GenerateDecoderOnlyOutput):
         finish_reason: per row "stop" (an end token), "stop_string", "stopping_criteria", "time" or "length".
         num_denoising_passes, num_commit_passes: per row. The prefill is not counted.
         tokens_per_forward: per row, tokens kept over denoising and commit passes.
+        mean_accepted_length: per row, tokens gained by a verifying pass; "self_speculative" only.
         trace: per row the list of its `DenoisingStep`s, if `output_trace`.
     """
 
@@ -790,6 +392,7 @@ class CloverGenerateOutput(GenerateDecoderOnlyOutput):
     num_denoising_passes: list[int] | None = None
     num_commit_passes: list[int] | None = None
     tokens_per_forward: list[float] | None = None
+    mean_accepted_length: list[float] | None = None
     trace: list[list[DenoisingStep]] | None = None
 
 
@@ -854,11 +457,18 @@ class CloverGenerationMixin(GenerationMixin):
         config, unknown = self._prepare_generation_config(generation_config, **kwargs)
         tools = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         tools |= {"streamer": streamer, "tokenizer": tokenizer}
+        for name in sorted(DECODINGS[config.decoding] & set(kwargs) - {"decoding"}):
+            require(kwargs[name] is None, name, kwargs[name], f"unset with `decoding={config.decoding!r}`")
+        if config.temperature == 0:
+            config.do_sample, config.temperature = False, 1.0
         if config.decoding == "autoregressive":
-            require(callback is None, "callback", callback, "unset: autoregressive decoding has no denoising passes")
-            require(generator is None, "generator", generator, "unset: transformers draws from torch's global one")
-            for name in sorted(set(kwargs) & set(BLOCK_FIELDS) - {"decoding"}):
-                require(kwargs[name] is None, name, kwargs[name], "unset with `decoding='autoregressive'`")
+            require(callback is None, "callback", callback, "unset with `decoding='autoregressive'`: it has no steps")
+            require(
+                generator is None,
+                "generator",
+                generator,
+                "unset with `decoding='autoregressive'`: transformers has none",
+            )
             return self._autoregressive(prompts, attention_mask, config, unknown | tools)
         refuse_unused(config, unknown)
         refuse_contradictions(config, kwargs)
@@ -900,32 +510,14 @@ class CloverGenerationMixin(GenerationMixin):
             criteria=tuple(criteria),
             deadline=float("inf") if config.max_time is None else time.monotonic() + config.max_time,
         )
-        sampling = config.do_sample and config.temperature != 0
-        choose = LowConfidence(config.threshold, mask_token_id)
-        if sampling:
-            generators = row_generators(len(rows), generator, prompts.device)
-            temperature = 1.0 if config.temperature is None else config.temperature
-            choose = LowConfidence(config.threshold, mask_token_id, temperature, filters_of(config), generators)
-        limit = config.max_thinking_tokens
-        thinking = Thinking(config.think_start_token_id, config.think_end_token_id, limit)
-        options = {} if limit is None else {"prepare": thinking.close}
+        generators = row_generators(len(rows), generator, prompts.device) if config.do_sample else None
         callbacks = [] if callback is None else [callback]
         if streamer is not None:
             streaming = Streaming(streamer, prompts, mask_token_id)
             callbacks.append(streaming)
-        answers = block_diffusion(
-            self,
-            rows,
-            choose,
-            block_size=self.config.block_size if config.block_size is None else config.block_size,
-            ends=ends,
-            max_denoising_steps=config.max_denoising_steps,
-            callback=(lambda *step: [tell(*step) for tell in callbacks]) if callbacks else None,
-            processors=tuple(processors_of(config, eos, logits_processor or [], mask_token_id)),
-            forbidden=forbidden_of(config),
-            expert_coreset_top_p=config.expert_coreset_top_p,
-            **options,
-        )
+        tell = (lambda *step: [call(*step) for call in callbacks]) if callbacks else None
+        write = self._speculate if config.decoding == "self_speculative" else self._denoise_blocks
+        answers = write(rows, config, ends, generators, list(logits_processor or []), tell)
         if streamer is not None:
             streaming.end(answers[0])
         pad = 0 if config._pad_token_tensor is None else config._pad_token_tensor.item()
@@ -940,7 +532,53 @@ class CloverGenerationMixin(GenerationMixin):
             num_denoising_passes=[answer.num_denoising_passes for answer in answers],
             num_commit_passes=[answer.num_commit_passes for answer in answers],
             tokens_per_forward=[answer.tokens_per_forward for answer in answers],
+            mean_accepted_length=[len(answer.tokens) / answer.num_commit_passes for answer in answers]
+            if config.decoding == "self_speculative"
+            else None,
             trace=[answer.trace for answer in answers] if config.output_trace else None,
+        )
+
+    def _denoise_blocks(self, rows, config, ends: Ends, generators, user: list, callback) -> list[Answer]:
+        mask_token_id, limit = self.config.mask_token_id, config.max_thinking_tokens
+        choose = LowConfidence(config.threshold, mask_token_id)
+        if generators is not None:
+            temperature = 1.0 if config.temperature is None else config.temperature
+            choose = LowConfidence(config.threshold, mask_token_id, temperature, filters_of(config), generators)
+        thinking = Thinking(config.think_start_token_id, config.think_end_token_id, limit)
+        return block_diffusion(
+            self,
+            rows,
+            choose,
+            block_size=self.config.block_size if config.block_size is None else config.block_size,
+            ends=ends,
+            max_denoising_steps=config.max_denoising_steps,
+            callback=callback,
+            processors=tuple(processors_of(config, list(ends.eos_token_ids), user, mask_token_id)),
+            forbidden=forbidden_of(config),
+            expert_coreset_top_p=config.expert_coreset_top_p,
+            **({} if limit is None else {"prepare": thinking.close}),
+        )
+
+    def _speculate(self, rows, config, ends: Ends, generators, user: list, callback) -> list[Answer]:
+        from .speculative_clover import self_speculative  # which builds on this file
+
+        processes = [
+            self._get_logits_processor(
+                config, len(row), device=row.device, logits_processor=LogitsProcessorList(user), model_kwargs={}
+            )
+            for row in rows
+        ]
+        return self_speculative(
+            self,
+            rows,
+            LowConfidence(config.draft_threshold, self.config.mask_token_id),
+            block_size=self.config.block_size if config.block_size is None else config.block_size,
+            ends=ends,
+            draft_steps=config.draft_steps,
+            processes=processes,
+            generators=generators,
+            callback=callback,
+            expert_coreset_top_p=config.expert_coreset_top_p,
         )
 
     def _autoregressive(self, prompts, attention_mask, config: GenerationConfig, arguments: dict):

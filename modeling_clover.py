@@ -27,6 +27,7 @@ Experts run through transformers' registry (eager, grouped_mm, batched_mm). tran
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTextModel,
     Qwen3_5MoeTextRotaryEmbedding,
     l2norm,
+    torch_chunk_gated_delta_rule,
 )
 from transformers.utils import can_return_tuple
 
@@ -220,6 +222,16 @@ class CloverPrefix:
     def select(self, rows: torch.Tensor) -> "CloverPrefix":
         return CloverPrefix(select_rows(self.cache, rows), self.mask[rows])
 
+    def packed(self) -> "CloverPrefix":
+        """The same with every row's real tokens moved to the right, and no column without any; in place."""
+        width = int(self.mask.sum(-1).max())
+        columns = self.mask.bool().long().argsort(dim=-1, stable=True)[:, self.mask.shape[1] - width :]
+        for layer in self.cache.layers:
+            if not isinstance(layer, LinearAttentionLayer):
+                index = columns[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[-1])
+                layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+        return CloverPrefix(self.cache, self.mask.gather(1, columns))
+
 
 # ---- the modules: only what differs from Qwen3.5-MoE -----------------------------------------------------------------
 
@@ -279,6 +291,36 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         z = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
         mixed = self.norm(mixed.reshape(-1, self.head_v_dim).to(hidden_states.dtype), z)
         return self.out_proj(mixed.reshape(batch, length, -1))
+
+    def states_after(
+        self, ring: torch.Tensor, state: torch.Tensor, projected: dict[str, torch.Tensor], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache's states (B, C, K) and (B, H, d_k, d_v) after the first `counts` (B,), >= 1, of T tokens.
+
+        `ring` and `state` are those before the T tokens, `projected` what a causal pass over all of them has computed:
+        in_proj_qkv's (B, T, C), in_proj_a's and in_proj_b's (B, T, H). No projection is run again.
+        """
+        batch, length, channels = projected["in_proj_qkv"].shape
+        inputs = torch.cat([ring, projected["in_proj_qkv"].mT], dim=-1)  # (B, C, K-1+T)
+        mixed = F.silu(F.conv1d(inputs, self.conv1d.weight, groups=channels)).mT
+        _, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        key = key.reshape(batch, length, -1, self.head_k_dim)
+        key = key.repeat_interleave(self.num_v_heads // self.num_k_heads, dim=2)
+        value = value.reshape(batch, length, -1, self.head_v_dim)
+        dropped = (torch.arange(length, device=counts.device) >= counts[:, None])[..., None]
+        g = -self.A_log.float().exp() * F.softplus(projected["in_proj_a"].float() + self.dt_bias)
+        _, state = torch_chunk_gated_delta_rule(
+            key,  # in the place of queries, whose results are not used
+            key,
+            value,
+            g=g.masked_fill(dropped, 0),  # what is dropped neither decays the state nor writes to it
+            beta=projected["in_proj_b"].sigmoid().masked_fill(dropped, 0),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        columns = counts[:, None, None] - 1 + torch.arange(self.conv_kernel_size, device=counts.device)
+        return inputs.gather(-1, columns.expand(-1, channels, -1)), state
 
 
 class CloverSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
@@ -518,7 +560,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> CloverPrefix:
         """The prefix of left-padded prompts (B, P), by one causal pass; P may be 0."""
         empty = CloverPrefix(DynamicCache(config=self.config), attention_mask[:, :0])
-        return self._advance(empty, input_ids, attention_mask) if input_ids.shape[1] else empty
+        return self._advance(empty, input_ids, attention_mask)[0] if input_ids.shape[1] else empty
 
     def denoise(self, prefix: CloverPrefix, block: torch.Tensor, masked: torch.Tensor, **options) -> torch.Tensor:
         """Logits (N, V) of the N masked positions of blocks (B, T); the prefix is left as it is."""
@@ -536,14 +578,47 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
 
     def commit(self, prefix: CloverPrefix, block: torch.Tensor) -> CloverPrefix:
         """The prefix with resolved blocks (B, T) added, by one causal pass; the cache is advanced in place."""
-        return self._advance(prefix, block, torch.ones_like(block))
+        return self._advance(prefix, block, torch.ones_like(block))[0]
 
-    def _advance(self, prefix: CloverPrefix, tokens: torch.Tensor, token_mask: torch.Tensor) -> CloverPrefix:
+    def verify(
+        self, prefix: CloverPrefix, block: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], CloverPrefix]]:
+        """Causal logits (B, T, V) of blocks (B, T), and a function of counts (B,) to the prefix with so many of them.
+
+        The Gated DeltaNet's state cannot be rolled back: it is computed anew from the one before the block and from
+        what this pass has projected. The cache is advanced in place.
+        """
+        layers = [module for module in self.modules() if isinstance(module, CloverGatedDeltaNet)]
+        before = [[x.clone() for x in layer._prefix_states(block, prefix.cache)] for layer in layers]
+        projected, hooks = [{} for _ in layers], []
+        for layer, results in zip(layers, projected, strict=True):
+            for name in ("in_proj_qkv", "in_proj_a", "in_proj_b"):
+                keep = lambda _, inputs, output, name=name, results=results: results.update({name: output})  # noqa: E731
+                hooks.append(getattr(layer, name).register_forward_hook(keep))
+        try:
+            advanced, hidden_states = self._advance(prefix, block, torch.ones_like(block))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+        def keep_first(counts: torch.Tensor) -> CloverPrefix:
+            for layer, states, results in zip(layers, before, projected, strict=True):
+                cached = advanced.cache.layers[layer.layer_idx]
+                cached.conv_states[0], cached.recurrent_states[0] = layer.states_after(*states, results, counts)
+            new = torch.arange(block.shape[1], device=block.device) < counts[:, None]
+            return CloverPrefix(advanced.cache, torch.cat([prefix.mask, new.to(prefix.mask.dtype)], dim=1)).packed()
+
+        return self.lm_head(hidden_states), keep_first
+
+    def _advance(
+        self, prefix: CloverPrefix, tokens: torch.Tensor, token_mask: torch.Tensor
+    ) -> tuple[CloverPrefix, torch.Tensor]:
+        """The prefix with tokens (B, T) added, and their hidden states (B, T, D)."""
         mask = torch.cat([prefix.mask, token_mask], dim=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         # The trunk alone: nobody asks for logits here, and the head is the largest matrix there is.
-        self.model(tokens, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: prefix.cache})
-        return CloverPrefix(prefix.cache, mask)
+        inputs = {"attention_mask": mask, "position_ids": positions, CACHE: prefix.cache}
+        return CloverPrefix(prefix.cache, mask), self.model(tokens, use_cache=True, **inputs).last_hidden_state
 
 
 CloverMoeModelLM = CloverForDiffusionLM  # the architecture's name in the vendor's config.json

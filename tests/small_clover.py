@@ -50,7 +50,9 @@ def draw(seed: int = 0, **changes) -> CloverForDiffusionLM:
             elif "bd_softmax" in name:
                 parameter.add_(torch.rand_like(parameter))
         model.model.embed_tokens.weight.normal_()
-        model.model.embed_tokens.weight[MASK] *= 0.05  # what a masked position sees of its context decides its token
+        model.model.embed_tokens.weight[model.config.mask_token_id] *= (
+            0.05  # what a masked position sees of its context decides its token
+        )
         model.lm_head.weight.normal_(0, 0.6)
     return model
 

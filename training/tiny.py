@@ -228,7 +228,7 @@ def save_checkpoint(model: CloverForDiffusionLM, folder: Path) -> None:
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
     )
-    links = [folder / name for name in ("configuration_clover.py", "generation_clover.py", "modeling_clover.py")]
+    links = [folder / path.name for path in Path(__file__).parents[1].glob("*_clover.py")]
     for link in links:
         link.unlink(missing_ok=True)  # saving copies the code; it must not write through an old link
     for name, parameter in model.named_parameters():

@@ -1,0 +1,1 @@
+../../controls_clover.py
