@@ -7,7 +7,7 @@ Each round, for every row:
 2. verify: one causal pass over that block gives the autoregressive distribution after each of its tokens;
 3. keep the drafts that agree, and the verifier's own token after them; the prefix keeps the states after just those.
 
-Greedy, a draft agrees if it is what the verifier chooses: the text is that of greedy autoregressive decoding. Sampling, a
+Greedy, a draft agrees if it is what the verifier chooses: the text is that of greedy autoregressive decoding. Drawn, a
 draft d is kept with probability p(d); otherwise the token is drawn from p without d. A draft is a fixed function of the
 text before it, so this is the rejection sampling of speculative decoding (arXiv 2211.17192) for a proposal of one
 point: the text has the autoregressive distribution whatever the drafts are, and they only decide the speed.
