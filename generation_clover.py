@@ -42,6 +42,9 @@ from .options_clover import (
     validate_block_fields,
 )
 
+# transformers 5.24 renamed the argument; the old name still works there, with a warning at every call.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+
 # ---- choosing tokens -------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +135,7 @@ class Answer:
     num_denoising_passes: int = 0
     num_commit_passes: int = 0  # verifying passes count as such
     trace: list[DenoisingStep] = field(default_factory=list)
+    prefix: "Prefix | None" = None  # of the block that it ends in, if it was to be kept
 
     @property
     def tokens_per_forward(self) -> float:
@@ -220,6 +224,9 @@ class Prefix(Protocol):
     def select(self, rows: torch.Tensor) -> "Prefix":
         """The prefix of some rows, (b,) indices; this one is left as it is."""
 
+    def packed(self) -> "Prefix":
+        """The same without columns that no row needs."""
+
 
 class BlockModel(Protocol):
     """The three verbs that the loop drives a model through."""
@@ -256,6 +263,8 @@ def block_diffusion(
     processors: tuple[Processor, ...] = (),
     forbidden: Callable[[list[int | None]], Forbidden] | None = None,
     prepare: Callable[[Row], None] = lambda row: None,
+    prefix: Prefix | None = None,
+    keep_prefixes: bool = False,
     **denoise_options,
 ) -> list[Answer]:
     """Writes an answer to each prompt. The rows share passes and nothing else.
@@ -270,6 +279,8 @@ def block_diffusion(
         callback: called after each step with the row, the step and the block's tokens, masks included.
         forbidden: the sequences that an answer with this response must not hold. prepare: may fill positions of a
             row before each pass.
+        prefix: of an earlier answer, to whole blocks that the prompts begin with; it is left as it is.
+        keep_prefixes: give each answer the prefix of the block that it ends in.
         denoise_options: further arguments of `model.denoise`.
     """
     device = prompts[0].device
@@ -278,7 +289,8 @@ def block_diffusion(
     reported = [0] * len(rows)  # tokens of each answer that a step has named
     for row in rows:
         row.start = len(row.prompt) // block_size * block_size
-    prefix = model.prefill(*left_padded([row.prompt[: row.start] for row in rows], device))
+    whole_blocks = left_padded([row.prompt[: row.start] for row in rows], device)
+    prefix = model.prefill(*whole_blocks) if prefix is None else model.prefill(*whole_blocks, prefix)
     while rows:
         for row in rows:
             row.open_block(row.start, block_size, choose.mask_token_id)
@@ -330,6 +342,9 @@ def block_diffusion(
                     row.answer.finish_reason = row.answer.finish_reason or "time"
             step += 1
         going_on = [i for i, row in enumerate(rows) if row.answer.finish_reason is None]
+        for i, row in enumerate(rows):
+            if keep_prefixes and i not in going_on:
+                row.answer.prefix = prefix.select(torch.tensor([i], device=device)).packed()
         if going_on:
             prefix = prefix if len(going_on) == len(rows) else prefix.select(torch.tensor(going_on, device=device))
             rows = [rows[i] for i in going_on]
@@ -386,6 +401,8 @@ class CloverGenerateOutput(GenerateDecoderOnlyOutput):
         tokens_per_forward: per row, tokens kept over denoising and commit passes.
         mean_accepted_length: per row, tokens gained by a verifying pass; "self_speculative" only.
         trace: per row the list of its `DenoisingStep`s, if `output_trace`.
+        past_key_values, which transformers 5.24 calls cache: per row the prefix of the block that its answer ends in;
+            `generate(past_key_values=...)` takes it back, with a prompt that begins with the same tokens.
     """
 
     finish_reason: list[str] | None = None
@@ -438,6 +455,8 @@ class CloverGenerationMixin(GenerationMixin):
                 each of the answer's tokens, as in autoregressive generation.
             streamer: transformers' streamers; one prompt only. tokenizer: needed by `stop_strings`.
             generator: where sampling gets its randomness; by default torch's global one, as `manual_seed` sets it.
+            past_key_values, or `cache`: what an earlier answer returned; the prompt, whole, has to begin with the
+                tokens it is of, and only what follows them is run. One prompt only; left as it is.
             callback: `callback(row, step, block)` after each denoising pass, for each row in it: a `DenoisingStep`
                 and the block's token ids, the mask token where nothing is filled yet.
         Returns:
@@ -470,6 +489,7 @@ class CloverGenerationMixin(GenerationMixin):
                 "unset with `decoding='autoregressive'`: transformers has none",
             )
             return self._autoregressive(prompts, attention_mask, config, unknown | tools)
+        cache = unknown.pop(CACHE, None) or unknown.pop("past_key_values", None)
         refuse_unused(config, unknown)
         refuse_contradictions(config, kwargs)
         check_tools(config, callback=callback, generator=generator, **tools)
@@ -500,6 +520,7 @@ class CloverGenerationMixin(GenerationMixin):
         require(
             streamer is None or len(rows) == 1, "streamer", f"given for {len(rows)} answers", "used with one prompt"
         )
+        prefix = None if cache is None else self._fitting(cache, rows, config)
         eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         criteria = [("stopping_criteria", criterion) for criterion in stopping_criteria or []]
         if config.stop_strings:
@@ -517,7 +538,7 @@ class CloverGenerationMixin(GenerationMixin):
             callbacks.append(streaming)
         tell = (lambda *step: [call(*step) for call in callbacks]) if callbacks else None
         write = self._speculate if config.decoding == "self_speculative" else self._denoise_blocks
-        answers = write(rows, config, ends, generators, list(logits_processor or []), tell)
+        answers = write(rows, config, ends, generators, list(logits_processor or []), tell, prefix)
         if streamer is not None:
             streaming.end(answers[0])
         pad = 0 if config._pad_token_tensor is None else config._pad_token_tensor.item()
@@ -536,9 +557,10 @@ class CloverGenerationMixin(GenerationMixin):
             if config.decoding == "self_speculative"
             else None,
             trace=[answer.trace for answer in answers] if config.output_trace else None,
+            **({CACHE: [answer.prefix for answer in answers]} if config.decoding == "low_confidence" else {}),
         )
 
-    def _denoise_blocks(self, rows, config, ends: Ends, generators, user: list, callback) -> list[Answer]:
+    def _denoise_blocks(self, rows, config, ends: Ends, generators, user: list, callback, prefix) -> list[Answer]:
         mask_token_id, limit = self.config.mask_token_id, config.max_thinking_tokens
         choose = LowConfidence(config.threshold, mask_token_id)
         if generators is not None:
@@ -555,11 +577,32 @@ class CloverGenerationMixin(GenerationMixin):
             callback=callback,
             processors=tuple(processors_of(config, list(ends.eos_token_ids), user, mask_token_id)),
             forbidden=forbidden_of(config),
+            prefix=prefix,
+            keep_prefixes=bool(config.return_dict_in_generate),
             expert_coreset_top_p=config.expert_coreset_top_p,
             **({} if limit is None else {"prepare": thinking.close}),
         )
 
-    def _speculate(self, rows, config, ends: Ends, generators, user: list, callback) -> list[Answer]:
+    def _fitting(self, given: object, rows: list[torch.Tensor], config: GenerationConfig) -> Prefix:
+        """The prefix to go on from, if it is one of an earlier answer and the prompt begins with it."""
+        blocks = config.decoding == "low_confidence"
+        require(blocks, "past_key_values", "given", f"unset with `decoding={config.decoding!r}`")
+        prefixes = given if isinstance(given, list) else [given]
+        single = len(prefixes) == len(rows) == 1
+        require(single, "past_key_values", f"given for {len(rows)} answers", "the prefix of one, used with one prompt")
+        ours = all(isinstance(getattr(prefixes[0], name, None), torch.Tensor) for name in ("ids", "mask"))
+        require(
+            ours, "past_key_values", type(prefixes[0]).__name__, "what an earlier generate() returned under this name"
+        )
+        known, prompt = prefixes[0].ids[prefixes[0].mask.bool()].tolist(), rows[0].tolist()
+        block_size = self.config.block_size if config.block_size is None else config.block_size
+        fits = known == prompt[: len(known)] and len(known) % block_size == 0
+        require(
+            fits, "past_key_values", f"of {len(known)} tokens", "of whole blocks of tokens that the prompt begins with"
+        )
+        return prefixes[0]
+
+    def _speculate(self, rows, config, ends: Ends, generators, user: list, callback, prefix: None) -> list[Answer]:
         from .speculative_clover import self_speculative  # which builds on this file
 
         processes = [

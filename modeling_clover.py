@@ -25,7 +25,6 @@ Experts run through transformers' registry (eager, grouped_mm, batched_mm). tran
 "@use_experts_implementation" in this very file to learn that; without it remote code gets the slow loop, silently.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,10 +58,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from transformers.utils import can_return_tuple
 
 from .configuration_clover import CloverConfig, require
-from .generation_clover import CloverGenerationMixin
-
-# transformers 5.24 renamed the argument; the old name still works there, with a warning at every call.
-CACHE = "cache" if "cache" in inspect.signature(Qwen3_5MoeTextModel.forward).parameters else "past_key_values"
+from .generation_clover import CACHE, CloverGenerationMixin
 
 # transformers skips its own renaming of checkpoints for custom code: without this, per-expert and
 # `model.language_model.` checkpoints would load with random experts.
@@ -214,23 +210,24 @@ def read_only(cache: Cache) -> Cache:
 
 @dataclass
 class CloverPrefix:
-    """The clean tokens before a block: their cache, and which of its columns (B, P) are real tokens."""
+    """The clean tokens before a block: their cache, their ids (B, P), and which of them are real tokens (B, P)."""
 
     cache: Cache
     mask: torch.Tensor
+    ids: torch.Tensor
 
     def select(self, rows: torch.Tensor) -> "CloverPrefix":
-        return CloverPrefix(select_rows(self.cache, rows), self.mask[rows])
+        return CloverPrefix(select_rows(self.cache, rows), self.mask[rows], self.ids[rows])
 
     def packed(self) -> "CloverPrefix":
         """The same with every row's real tokens moved to the right, and no column without any; in place."""
         width = int(self.mask.sum(-1).max())
         columns = self.mask.bool().long().argsort(dim=-1, stable=True)[:, self.mask.shape[1] - width :]
         for layer in self.cache.layers:
-            if not isinstance(layer, LinearAttentionLayer):
+            if not isinstance(layer, LinearAttentionLayer) and layer.is_initialized:
                 index = columns[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[-1])
                 layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
-        return CloverPrefix(self.cache, self.mask.gather(1, columns))
+        return CloverPrefix(self.cache, self.mask.gather(1, columns), self.ids.gather(1, columns))
 
 
 # ---- the modules: only what differs from Qwen3.5-MoE -----------------------------------------------------------------
@@ -557,10 +554,21 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
 
     # ---- the three verbs of the generation loop ----
 
-    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> CloverPrefix:
-        """The prefix of left-padded prompts (B, P), by one causal pass; P may be 0."""
-        empty = CloverPrefix(DynamicCache(config=self.config), attention_mask[:, :0])
-        return self._advance(empty, input_ids, attention_mask)[0] if input_ids.shape[1] else empty
+    def prefill(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix: CloverPrefix | None = None
+    ) -> CloverPrefix:
+        """The prefix of left-padded prompts (B, P), by one causal pass; P may be 0.
+
+        With the `prefix` of an earlier answer, which is left as it is, only the columns after its own are run.
+        """
+        if prefix is None:
+            prefix = CloverPrefix(DynamicCache(config=self.config), attention_mask[:, :0], input_ids[:, :0])
+        else:
+            prefix = prefix.select(torch.arange(len(input_ids), device=input_ids.device))
+        known = prefix.ids.shape[1]
+        if known == input_ids.shape[1]:
+            return prefix
+        return self._advance(prefix, input_ids[:, known:], attention_mask[:, known:])[0]
 
     def denoise(self, prefix: CloverPrefix, block: torch.Tensor, masked: torch.Tensor, **options) -> torch.Tensor:
         """Logits (N, V) of the N masked positions of blocks (B, T); the prefix is left as it is."""
@@ -606,7 +614,8 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
                 cached = advanced.cache.layers[layer.layer_idx]
                 cached.conv_states[0], cached.recurrent_states[0] = layer.states_after(*states, results, counts)
             new = torch.arange(block.shape[1], device=block.device) < counts[:, None]
-            return CloverPrefix(advanced.cache, torch.cat([prefix.mask, new.to(prefix.mask.dtype)], dim=1)).packed()
+            mask = torch.cat([prefix.mask, new.to(prefix.mask.dtype)], dim=1)
+            return CloverPrefix(advanced.cache, mask, advanced.ids).packed()
 
         return self.lm_head(hidden_states), keep_first
 
@@ -618,7 +627,8 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         # The trunk alone: nobody asks for logits here, and the head is the largest matrix there is.
         inputs = {"attention_mask": mask, "position_ids": positions, CACHE: prefix.cache}
-        return CloverPrefix(prefix.cache, mask), self.model(tokens, use_cache=True, **inputs).last_hidden_state
+        advanced = CloverPrefix(prefix.cache, mask, torch.cat([prefix.ids, tokens], dim=1))
+        return advanced, self.model(tokens, use_cache=True, **inputs).last_hidden_state
 
 
 CloverMoeModelLM = CloverForDiffusionLM  # the architecture's name in the vendor's config.json
