@@ -5,7 +5,7 @@
     python examples/answer.py --model DIR "..."                         # another checkpoint
 
 A line is one denoising pass: what is still masked is a dot, what the pass has just filled is green (or in [brackets]
-where the output is not a terminal), and "_" is the padding after the answer's end. `--svg FILE` draws the same as a picture.
+where the output is not a terminal), and "_" is the padding after the answer's end. `--svg FILE` draws a picture of it.
 """
 
 import argparse
