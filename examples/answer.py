@@ -1,11 +1,11 @@
 """Answers one request and shows each block being filled.
 
-    python examples/answer.py "Calculate 6049 + 884."
-    python examples/answer.py --threshold 1.0 "Calculate 6049 + 884."      # one token per pass
-    python examples/answer.py --model DIR "..."                            # another checkpoint
+    python examples/answer.py "What is 482 + 377?"
+    python examples/answer.py --threshold 1.0 "What is 482 + 377?"      # one token per pass
+    python examples/answer.py --model DIR "..."                         # another checkpoint
 
 A line is one denoising pass: what is still masked is a dot, what the pass has just filled is green (or in [brackets]
-where the output is not a terminal). `--svg FILE` draws the same as a picture.
+where the output is not a terminal), and "_" is the padding after the answer's end. `--svg FILE` draws a picture of it.
 """
 
 import argparse
@@ -36,9 +36,9 @@ class Film:
     def __call__(self, row: int, step, block: list[int]) -> None:
         start = step.block * len(block)
         fresh = {position - start for position in step.positions}
+        signs = {self.mask_token_id: "\u00b7", self.tokenizer.pad_token_id: "_"}
         frame = [
-            ("\u00b7" if token == self.mask_token_id else visible(self.tokenizer.decode([token])), i in fresh)
-            for i, token in enumerate(block)
+            (signs.get(token) or visible(self.tokenizer.decode([token])), i in fresh) for i, token in enumerate(block)
         ]
         self.frames.append(frame)
         marked = "".join(f"{self.marks[0]}{text}{self.marks[1]}" if new else text for text, new in frame)

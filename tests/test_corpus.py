@@ -208,12 +208,12 @@ def test_the_spacing_of_a_tool_call_counts_for_correctness():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_more_than_a_million_requests(task):
+def test_every_task_has_hundreds_of_thousands_of_requests(task):
     # Birthday estimate: among n draws from N requests about n^2 / 2N repeat an earlier one. It is noisy, so the
-    # bound leaves a tenth of slack.
+    # bound leaves a tenth of slack. Training sees some 33,000 of each task.
     draws = 40_000
     found = {prompt_key(exchange) for exchange in samples(task, draws)}
-    assert draws**2 / 2 / max(1, draws - len(found)) > 0.9e6
+    assert draws**2 / 2 / max(1, draws - len(found)) > 0.18e6
 
 
 @pytest.mark.parametrize("task", TASKS)

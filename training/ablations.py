@@ -143,14 +143,15 @@ def run(name: str, recipe: tiny.Recipe, work: Path, documents: int = 256) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     arguments = parser.parse_args()
     results = {}
     for seed in arguments.seeds:
         for name in arguments.only:
-            results[name, seed] = run(name, tiny.Recipe(steps=arguments.steps, seed=seed), arguments.work)
+            recipe = tiny.Recipe(steps=arguments.steps, warmup=arguments.steps // 10, seed=seed)
+            results[name, seed] = run(name, recipe, arguments.work)
     columns = [f"{ratio:g}" for ratio in RATIOS] + ["causal", "minutes"]
     print("| variant | seed | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
     for (name, seed), losses in results.items():
