@@ -82,7 +82,8 @@ def test_a_cache_that_does_not_fit_is_refused(model):
     with pytest.raises(ValueError, match="`past_key_values` is 'of 24 tokens'.*whole blocks"):
         write(model, whole, past_key_values=cache, block_size=16)
     with pytest.raises(ValueError, match="`past_key_values`.*2 answers"):
-        model.generate(torch.tensor([whole, whole]), past_key_values=cache)
+        ids = torch.tensor([whole, whole])
+        model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
     with pytest.raises(ValueError, match="`past_key_values` is 'DynamicCache'"):
         write(model, whole, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="`past_key_values`.*self_speculative"):
