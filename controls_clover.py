@@ -173,10 +173,16 @@ class Thinking:
         if late:
             row.fill(late[0] + len(row.prompt) - row.start, self.end)
 
-    def closed_later(self, row: "Row") -> list[bool]:
-        """For each open position, whether an end of thinking stands after it: there must not be two."""
-        ends = [i for i, token in enumerate(row.response) if token == self.end]
-        return [bool(ends) and position < ends[-1] for position in row.open_positions]
+    def needless(self, row: "Row") -> list[bool]:
+        """For each open position, whether an end of thinking stands after it, or the one before it has no new start:
+        there must not be two."""
+        marks = [(i, token) for i, token in enumerate(row.response) if token in (self.start, self.end)]
+        found = []
+        for position in row.open_positions:
+            before = [token for i, token in marks if i < position]
+            after = [token for i, token in marks if i > position]
+            found.append(self.end in after[:1] or self.end in before[-1:])
+        return found
 
 
 def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_token_id: int) -> list[Processor]:
@@ -197,7 +203,7 @@ def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_tok
         found.append(ban(config.suppress_tokens))
     if config.max_thinking_tokens is not None:
         thinking = Thinking(config.think_start_token_id, config.think_end_token_id)
-        found.append(ban([thinking.end], thinking.closed_later))
+        found.append(ban([thinking.end], thinking.needless))
     if config.no_repeat_ngram_size or config.bad_words_ids:
         found.append(forbid(forbidden_of(config)))
     return found + [by_position(processor, mask_token_id) for processor in user]

@@ -213,7 +213,7 @@ def train(
     return model.eval()
 
 
-def save_checkpoint(model: CloverForDiffusionLM, folder: Path) -> None:
+def save_checkpoint(model: CloverForDiffusionLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """The finished model in bf16, as a Hub repository whose code is linked, not copied."""
     model.config.auto_map = {
         "AutoConfig": "configuration_clover.CloverConfig",
@@ -225,6 +225,8 @@ def save_checkpoint(model: CloverForDiffusionLM, folder: Path) -> None:
         threshold=0.95,
         decoding="low_confidence",
         do_sample=False,
+        think_start_token_id=tokenizer.convert_tokens_to_ids("<think>"),
+        think_end_token_id=tokenizer.convert_tokens_to_ids("</think>"),
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
     )
@@ -251,9 +253,10 @@ def main() -> None:
         dist.init_process_group("gloo")
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
     recipe = Recipe(steps=arguments.steps, seed=arguments.seed, tokens=arguments.tokens)
-    model = train(recipe, AutoTokenizer.from_pretrained(arguments.out), arguments.work)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.out)
+    model = train(recipe, tokenizer, arguments.work)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        save_checkpoint(model, arguments.out)
+        save_checkpoint(model, tokenizer, arguments.out)
 
 
 if __name__ == "__main__":

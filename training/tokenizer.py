@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from clover.training.corpus import documents, render
+from clover.training.corpus import ANSWER_HEADER, documents, render
 
 VOCAB_SIZE = 1152
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
@@ -71,6 +71,24 @@ CHAT_TEMPLATE = r"""
 {%- endif %}
 """.lstrip()
 
+# How transformers' `parse_response` takes an answer apart: thinking, tool calls (JSON), and the rest.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ANSWER_HEADER,
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        # White space before the end mark belongs to no part: it would open an empty content after a tool call.
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"},
+    },
+}
+
 CONFIG = {
     "tokenizer_class": "TokenizersBackend",
     "model_max_length": 1024,
@@ -81,6 +99,7 @@ CONFIG = {
     "mask_token": "<|mask|>",
     "unk_token": None,
     "clean_up_tokenization_spaces": False,
+    "response_template": RESPONSE_TEMPLATE,
 }
 
 

@@ -1,0 +1,134 @@
+"""Chats: templates with tools and thinking, answers taken apart, thinking cut short, transformers' pipeline."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, TextIteratorStreamer, pipeline
+
+from clover.training.tasks import TOOL_SCHEMAS
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINT = ROOT / "checkpoints" / "clover-tiny"
+SUM = [{"role": "user", "content": "What is 482 + 377?"}]
+SORT = [{"role": "user", "content": "Sort these names in alphabetical order: Tom, Eva, Ida."}]
+ALARM = [{"role": "user", "content": "Wake me at 07:30 for tennis."}]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModel.from_pretrained(CHECKPOINT, trust_remote_code=True, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=True)
+
+
+def answer(model, tokenizer, messages, template: dict | None = None, **options) -> tuple[str, dict]:
+    """The answer's text, and the same taken apart."""
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **(template or {})
+    )
+    ids, width = model.generate(**inputs, max_new_tokens=100, **options)[0], inputs["input_ids"].shape[1]
+    return tokenizer.decode(ids[width:]), tokenizer.parse_response(ids[width:], prefix=ids[:width])
+
+
+def test_thinking_and_content_are_told_apart(model, tokenizer):
+    text, message = answer(model, tokenizer, SUM)
+    assert message == {"role": "assistant", "thinking": "2+7+0=09\n8+7+0=15\n4+3+1=08", "content": "859"}
+    assert text == "<think>\n" + message["thinking"] + "\n</think>\n\n859<|im_end|>"
+
+
+def test_tool_calls_are_found_with_their_arguments(model, tokenizer):
+    tools = [TOOL_SCHEMAS["set_alarm"], TOOL_SCHEMAS["get_weather"]]
+    _, message = answer(model, tokenizer, ALARM, {"tools": tools})
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "set_alarm", "arguments": {"time": "07:30", "label": "tennis"}}
+    assert "content" not in message
+
+
+def test_the_35b_tokenizers_template_takes_its_answers_apart(tokenizer):
+    """Its calls are written as XML; the small model's tokenizer stands in for one whose vocabulary is not here."""
+    template = json.loads((ROOT / "tokenizer_config.json").read_text())["response_template"]
+    text = (
+        "I should look.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"
+        "</parameter>\n</function>\n</tool_call><|im_end|>"
+    )
+    message = tokenizer.parse_response(text, template, prefix="<|im_start|>assistant\n<think>\n")
+    assert message["thinking"].strip() == "I should look."
+    assert message["content"].strip() == "One moment."
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": {"city": "Oslo"}}
+
+
+def test_without_thinking_the_answer_has_none(model, tokenizer):
+    text, _ = answer(model, tokenizer, SORT, {"enable_thinking": False})
+    assert text == "Eva, Ida, Tom<|im_end|>"
+    text, _ = answer(model, tokenizer, SUM, {"enable_thinking": False})
+    assert "<think>" not in text
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+@pytest.mark.parametrize("limit", [0, 1, 5, 9, 20])
+@pytest.mark.parametrize("threshold", [0.5, 0.95, 1.0])
+def test_thinking_is_closed_on_the_first_open_position_after_so_many_tokens(
+    model, tokenizer, limit, threshold, block_size
+):
+    options = {"threshold": threshold, "block_size": block_size}
+    free, _ = answer(model, tokenizer, SUM, **options)
+    text, _ = answer(model, tokenizer, SUM, max_thinking_tokens=limit, **options)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert ids[0] == start
+    assert ids.count(end) == 1
+    thought = ids.index(end) - 1
+    assert thought >= limit
+    # Tokens that were accepted together with the mark that opens the thinking part stay.
+    assert thought <= limit + block_size
+    assert text != free
+
+
+def test_a_limit_that_thinking_does_not_reach_changes_nothing(model, tokenizer):
+    assert answer(model, tokenizer, SUM, max_thinking_tokens=60) == answer(model, tokenizer, SUM)
+    assert answer(model, tokenizer, SORT, max_thinking_tokens=0) == answer(model, tokenizer, SORT)
+
+
+def test_a_limit_without_the_marks_of_thinking_is_refused(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "think_end_token_id", None)
+    with pytest.raises(ValueError, match="`max_thinking_tokens` is 5.*think_end_token_id"):
+        model.generate(torch.tensor([[5, 6]]), max_thinking_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return pipeline("text-generation", model=str(CHECKPOINT), trust_remote_code=True, dtype=torch.float32)
+
+
+def test_a_pipeline_answers_chats(pipe, model, tokenizer):
+    (result,) = pipe(SUM)
+    assert result["generated_text"] == [*SUM, answer(model, tokenizer, SUM)[1]]
+
+
+def test_a_pipeline_answers_batches_of_chats_as_single_ones(pipe):
+    together = pipe([SUM, SORT, SUM], batch_size=3)
+    assert together == [pipe(SUM), pipe(SORT), pipe(SUM)]
+
+
+def test_options_reach_generate_through_a_pipeline(pipe):
+    assert "content" not in pipe(SUM, max_new_tokens=4, threshold=0.5)[0]["generated_text"][-1]
+    with pytest.raises(ValueError, match="threshold"):
+        pipe(SUM, threshold=1.5)
+
+
+def test_a_pipeline_streams(pipe, model, tokenizer):
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    pipe(SUM, streamer=streamer)
+    assert "".join(streamer) == answer(model, tokenizer, SUM)[0]
+
+
+def test_a_pipeline_samples(pipe):
+    torch.manual_seed(0)
+    first = pipe(SORT, do_sample=True, temperature=5.0, max_new_tokens=20)
+    torch.manual_seed(1)
+    assert pipe(SORT, do_sample=True, temperature=5.0, max_new_tokens=20) != first
