@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, LogitsProcessorList, StopStringCriteria
+from transformers.utils import logging
 
 from .configuration_clover import require
 from .controls_clover import Forbidden, Processor, Thinking, filters_of, forbidden_of, processors_of
@@ -42,6 +43,7 @@ from .options_clover import (
     validate_block_fields,
 )
 
+logger = logging.get_logger(__name__)
 # transformers 5.24 renamed the argument; the old name still works there, with a warning at every call.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
@@ -521,6 +523,11 @@ class CloverGenerationMixin(GenerationMixin):
             streamer is None or len(rows) == 1, "streamer", f"given for {len(rows)} answers", "used with one prompt"
         )
         prefix = None if cache is None else self._fitting(cache, rows, config)
+        if config.block_size not in (None, self.config.block_size) and config.decoding == "low_confidence":
+            logger.warning_once(
+                f"`block_size` is {config.block_size}, but this model was trained with {self.config.block_size}: "
+                "answers will differ, and usually be worse."
+            )
         eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         criteria = [("stopping_criteria", criterion) for criterion in stopping_criteria or []]
         if config.stop_strings:

@@ -1,6 +1,7 @@
 """Whole answers through `generate()`, against the naive denoiser, and what must hold of any answer."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -348,3 +349,15 @@ def test_max_length_counts_the_prompt_and_without_a_budget_an_answer_may_fill_th
     ids = torch.tensor([prompt(5)])
     assert model.generate(ids, max_length=11).shape == (1, 11)
     assert model.generate(ids).shape == (1, 40)
+
+
+def test_a_block_size_that_the_model_was_not_trained_with_warns(monkeypatch):
+    model, warnings = small_clover(), []
+    module = sys.modules[type(model).generate.__module__]
+    monkeypatch.setattr(module.logger, "warning_once", lambda message: warnings.append(message))
+    ids = torch.tensor([prompt(5)])
+    model.generate(ids, max_new_tokens=2)
+    model.generate(ids, max_new_tokens=2, block_size=8)
+    assert not warnings
+    model.generate(ids, max_new_tokens=2, block_size=4)
+    assert "`block_size` is 4, but this model was trained with 8" in warnings[0]
