@@ -132,3 +132,29 @@ def test_a_pipeline_samples(pipe):
     first = pipe(SORT, do_sample=True, temperature=5.0, max_new_tokens=20)
     torch.manual_seed(1)
     assert pipe(SORT, do_sample=True, temperature=5.0, max_new_tokens=20) != first
+
+
+CONTROLS = {
+    "presence_penalty": 60.0,
+    "frequency_penalty": 10.0,
+    "repetition_penalty": 20.0,
+    "no_repeat_ngram_size": 2,
+    "stop_ramp": {"start": 8, "slope": 10.0, "max": 90.0},
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_each_control_ends_a_forced_repetition(model, tokenizer, name):
+    stuck = tokenizer("Ida", add_special_tokens=False)["input_ids"][0]
+
+    def say_one_token(head, inputs, logits):
+        return logits.index_copy(-1, torch.tensor([stuck]), logits.amax(-1, keepdim=True).abs() + 20)
+
+    hook = model.lm_head.register_forward_hook(say_one_token)
+    inputs = tokenizer.apply_chat_template(SORT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    width, options = inputs["input_ids"].shape[1], {"max_new_tokens": 64}
+    repeating = model.generate(**inputs, **options)[0, width:].tolist()
+    controlled = model.generate(**inputs, **options, **{name: CONTROLS[name]})[0, width:].tolist()
+    hook.remove()
+    assert repeating == [stuck] * 64
+    assert controlled.count(stuck) < 40
