@@ -1,11 +1,13 @@
 """Streamers get the answer in order as it settles: joined, it is the answer; drafts show the block in progress."""
 
 import asyncio
+import re
 from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
+import transformers
 from small_clover import MASK, left_padded, prompt, small_clover
 from transformers import AsyncTextIteratorStreamer, AutoModel, AutoTokenizer, TextIteratorStreamer, TextStreamer
 from transformers.generation import BaseStreamer
@@ -57,8 +59,8 @@ def write(model, text, **options):
     return model.generate(**left_padded([text]), **{"max_new_tokens": 30, "threshold": 0.4} | options)
 
 
-def answer_text(tokenizer, model, inputs, **options) -> str:
-    ids = model.generate(**inputs, max_new_tokens=40)[0, inputs["input_ids"].shape[1] :]
+def answer_text(tokenizer, model, inputs, threshold=None, **options) -> str:
+    ids = model.generate(**inputs, max_new_tokens=40, threshold=threshold)[0, inputs["input_ids"].shape[1] :]
     return tokenizer.decode(ids, **options)
 
 
@@ -168,3 +170,13 @@ def test_a_streamer_for_several_answers_is_refused(model):
 def test_what_is_no_streamer_is_refused(model):
     with pytest.raises(ValueError, match="`streamer`.*put"):
         write(model, prompt(5), streamer=print)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "TextDiffusionStreamer"), reason="transformers 5.24 or newer has it")
+def test_transformers_own_diffusion_streamer_shows_drafts_and_leaves_the_answer(tiny, tokenizer, inputs, capsys):
+    streamer = transformers.TextDiffusionStreamer(tokenizer, skip_prompt=True)
+    tiny.generate(**inputs, max_new_tokens=40, threshold=1.0, streamer=streamer)
+    printed = capsys.readouterr().out
+    assert "<|mask|>" in printed  # a draft, in yellow between a saved and a restored cursor
+    final = re.sub(r"\0337.*?\0338\033\[J", "", printed, flags=re.DOTALL)
+    assert final.rstrip("\n") == answer_text(tokenizer, tiny, inputs, threshold=1.0)
