@@ -476,6 +476,8 @@ class CloverGenerationMixin(GenerationMixin):
         for source in (self.generation_config, generation_config, SimpleNamespace(**kwargs)):
             validate_block_fields(source)  # before they are merged, which trips over values of the wrong kind
         config, unknown = self._prepare_generation_config(generation_config, **kwargs)
+        defaults = CloverGenerationConfig._get_default_generation_params()
+        config.update(**defaults, defaults_only=True, allow_custom_entries=True)  # for arguments that are None
         tools = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         tools |= {"streamer": streamer, "tokenizer": tokenizer}
         for name in sorted(DECODINGS[config.decoding] & set(kwargs) - {"decoding"}):

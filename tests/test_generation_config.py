@@ -195,3 +195,13 @@ def test_a_copy_of_a_model_keeps_its_generation_config():
     model = draw()
     model.generation_config.threshold = 0.35
     assert copy.deepcopy(model).generation_config.threshold == 0.35
+
+
+def test_none_is_the_default():
+    model = small_clover()
+    names = ["threshold", "decoding", "temperature", "top_k", "repetition_penalty", "presence_penalty", "do_sample"]
+    names += ["num_return_sequences", "no_repeat_ngram_size", "output_trace", "block_size", "max_time", "stop_strings"]
+    expected = steps(model, max_new_tokens=17)
+    for name in names:
+        assert steps(model, max_new_tokens=17, **{name: None}) == expected
+    assert steps(model, max_new_tokens=17, **dict.fromkeys(names)) == expected
