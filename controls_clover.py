@@ -137,7 +137,10 @@ class Forbidden:
         return kept
 
 
-def forbid(forbidden: Callable[[list[int | None]], Forbidden]) -> Processor:
+ForbiddenIn = Callable[[list[int | None]], Forbidden]  # what an answer with this response must not hold
+
+
+def forbid(forbidden: ForbiddenIn) -> Processor:
     """Bans the tokens that would complete a forbidden sequence."""
 
     def process(scores: torch.Tensor, rows: list["Row"]) -> None:
@@ -209,7 +212,7 @@ def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_tok
     return found + [by_position(processor, mask_token_id) for processor in user]
 
 
-def forbidden_of(config: GenerationConfig) -> Callable[[list[int | None]], Forbidden] | None:
+def forbidden_of(config: GenerationConfig) -> ForbiddenIn | None:
     """The sequences that a config forbids, given a response; None if it forbids none."""
     words, ngram = [list(word) for word in config.bad_words_ids or []], config.no_repeat_ngram_size or 0
     return (lambda response: Forbidden(words, ngram, response)) if words or ngram else None

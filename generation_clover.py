@@ -32,7 +32,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, 
 from transformers.utils import logging
 
 from .configuration_clover import require
-from .controls_clover import Forbidden, Processor, Thinking, filters_of, forbidden_of, processors_of
+from .controls_clover import ForbiddenIn, Processor, Thinking, filters_of, forbidden_of, processors_of
 from .options_clover import (
     BLOCK_FIELDS,
     DECODINGS,
@@ -155,6 +155,7 @@ class Row:
     start: int = 0  # where the block starts in the row
     block: list[int] = field(default_factory=list)  # T tokens, the mask token where nothing is known
     masked: list[bool] = field(default_factory=list)
+    reported: int = 0  # tokens of the answer that a step has named as settled
 
     def open_block(self, start: int, size: int, mask_token_id: int) -> None:
         """Masks the block at `start`, but for the tail of the prompt that may lie in it."""
@@ -254,6 +255,45 @@ def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tens
     return tuple(torch.tensor(x, dtype=torch.long, device=device).view(len(rows), width) for x in (ids, mask))
 
 
+def without_conflicts(
+    row: Row, filled: list[int], tokens: list[int], confidences: list[float], forbidden: ForbiddenIn
+) -> list[int]:
+    """The positions whose tokens complete no forbidden sequence, the surest put first."""
+    first = row.start - len(row.prompt)  # of the block, in the response
+    surest = sorted(filled, key=lambda i: -confidences[i])
+    kept = forbidden(row.response).allowed([(first + i, tokens[i]) for i in surest])
+    return [i for i in filled if first + i in kept]
+
+
+def fill(
+    row: Row,
+    step: int,
+    filled: list[int],
+    tokens: list[int],
+    confidences: list[float],
+    prepare: Callable[[Row], None],
+    ends: Ends,
+) -> DenoisingStep:
+    """Fills positions of a row's block after a pass, lets its answer grow, and returns the step's record."""
+    for i in filled:
+        row.fill(i, tokens[i])
+    prepare(row)
+    ends.settle(row)
+    row.answer.num_denoising_passes += 1
+    record = DenoisingStep(
+        block=row.start // len(row.block),
+        step=step,
+        positions=[row.start + i for i in filled],
+        tokens=[tokens[i] for i in filled],
+        confidences=[confidences[i] for i in filled],
+        settled=row.answer.tokens[row.reported :],
+        finish_reason=row.answer.finish_reason,
+    )
+    row.reported = len(row.answer.tokens)
+    row.answer.trace.append(record)
+    return record
+
+
 def block_diffusion(
     model: BlockModel,
     prompts: list[torch.Tensor],
@@ -263,7 +303,7 @@ def block_diffusion(
     max_denoising_steps: int | None = None,
     callback: StepCallback | None = None,
     processors: tuple[Processor, ...] = (),
-    forbidden: Callable[[list[int | None]], Forbidden] | None = None,
+    forbidden: ForbiddenIn | None = None,
     prepare: Callable[[Row], None] = lambda row: None,
     prefix: Prefix | None = None,
     keep_prefixes: bool = False,
@@ -288,7 +328,6 @@ def block_diffusion(
     device = prompts[0].device
     answers = [Answer() for _ in prompts]
     rows = [Row(i, p.tolist(), answers[i]) for i, p in enumerate(prompts)]
-    reported = [0] * len(rows)  # tokens of each answer that a step has named
     for row in rows:
         row.start = len(row.prompt) // block_size * block_size
     whole_blocks = left_padded([row.prompt[: row.start] for row in rows], device)
@@ -317,26 +356,8 @@ def block_diffusion(
             ):
                 filled = [i for i, is_chosen in enumerate(chosen) if is_chosen]
                 if forbidden is not None:
-                    first = row.start - len(row.prompt)  # of the block, in the response
-                    surest = sorted(filled, key=lambda i: -confidences[i])
-                    kept = forbidden(row.response).allowed([(first + i, tokens[i]) for i in surest])
-                    filled = [i for i in filled if first + i in kept]
-                for i in filled:
-                    row.fill(i, tokens[i])
-                prepare(row)
-                ends.settle(row)
-                row.answer.num_denoising_passes += 1
-                record = DenoisingStep(
-                    block=row.start // block_size,
-                    step=step,
-                    positions=[row.start + i for i in filled],
-                    tokens=[tokens[i] for i in filled],
-                    confidences=[confidences[i] for i in filled],
-                    settled=row.answer.tokens[reported[row.index] :],
-                    finish_reason=row.answer.finish_reason,
-                )
-                reported[row.index] = len(row.answer.tokens)
-                row.answer.trace.append(record)
+                    filled = without_conflicts(row, filled, tokens, confidences, forbidden)
+                record = fill(row, step, filled, tokens, confidences, prepare, ends)
                 if callback is not None:
                     callback(row.index, record, list(row.block))
             if time.monotonic() > ends.deadline:
@@ -493,32 +514,13 @@ class CloverGenerationMixin(GenerationMixin):
                 "unset with `decoding='autoregressive'`: transformers has none",
             )
             return self._autoregressive(prompts, attention_mask, config, unknown | tools)
-        cache = unknown.pop(CACHE, None) or unknown.pop("past_key_values", None)
+        cache, old_name = unknown.pop(CACHE, None), unknown.pop("past_key_values", None)
+        cache = old_name if cache is None else cache
         refuse_unused(config, unknown)
         refuse_contradictions(config, kwargs)
         check_tools(config, callback=callback, generator=generator, **tools)
-        # There transformers turns caches off. (Its own property for this warns in newer versions.)
-        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
-        caches = not (self.training and checkpointing)
-        require(caches, "model.training", True, "false with gradient checkpointing: call `model.eval()` first")
-        mask_token_id = self.config.mask_token_id
-        require(
-            mask_token_id is not None,
-            "mask_token_id",
-            mask_token_id,
-            "set to denoise: `model.config.mask_token_id = tokenizer.convert_tokens_to_ids(MASK_TOKEN)`. The 35B "
-            "release's mask token is not publicly known, so its config.json leaves it unset",
-        )
-        is_mask = attention_mask is None or isinstance(attention_mask, torch.Tensor)
-        require(is_mask, "attention_mask", type(attention_mask).__name__, "a tensor")
-        is_batch = isinstance(prompts, torch.Tensor) and prompts.ndim == 2 and len(prompts) > 0
-        require(is_batch, "input_ids", _kind(prompts), "a (B, P) tensor of at least one row")
-        integral = not prompts.is_floating_point() and prompts.dtype != torch.bool
-        require(integral, "input_ids", str(prompts.dtype), "integer token ids")
-        self._prepare_special_tokens(config, attention_mask is not None, device=prompts.device)
-        if attention_mask is None:
-            attention_mask = self._prepare_attention_mask_for_generation(prompts, config, {})
-        rows = self._real_tokens(prompts, attention_mask)
+        self._check_that_it_can_denoise()
+        rows = self._prompt_rows(prompts, attention_mask, config)
         copies = config.num_return_sequences
         prompts, rows = prompts.repeat_interleave(copies, dim=0), [row for row in rows for _ in range(copies)]
         require(
@@ -543,31 +545,14 @@ class CloverGenerationMixin(GenerationMixin):
         generators = row_generators(len(rows), generator, prompts.device) if config.do_sample else None
         callbacks = [] if callback is None else [callback]
         if streamer is not None:
-            streaming = Streaming(streamer, prompts, mask_token_id)
+            streaming = Streaming(streamer, prompts, self.config.mask_token_id)
             callbacks.append(streaming)
         tell = (lambda *step: [call(*step) for call in callbacks]) if callbacks else None
         write = self._speculate if config.decoding == "self_speculative" else self._denoise_blocks
         answers = write(rows, config, ends, generators, list(logits_processor or []), tell, prefix)
         if streamer is not None:
             streaming.end(answers[0])
-        pad = 0 if config._pad_token_tensor is None else config._pad_token_tensor.item()
-        width = max(len(answer.tokens) for answer in answers)
-        written = [answer.tokens + [pad] * (width - len(answer.tokens)) for answer in answers]
-        sequences = torch.cat([prompts, torch.tensor(written, dtype=prompts.dtype, device=prompts.device)], dim=1)
-        if not config.return_dict_in_generate:
-            return sequences
-        return CloverGenerateOutput(
-            sequences=sequences,
-            finish_reason=[answer.finish_reason for answer in answers],
-            num_denoising_passes=[answer.num_denoising_passes for answer in answers],
-            num_commit_passes=[answer.num_commit_passes for answer in answers],
-            tokens_per_forward=[answer.tokens_per_forward for answer in answers],
-            mean_accepted_length=[len(answer.tokens) / answer.num_commit_passes for answer in answers]
-            if config.decoding == "self_speculative"
-            else None,
-            trace=[answer.trace for answer in answers] if config.output_trace else None,
-            **({CACHE: [answer.prefix for answer in answers]} if config.decoding == "low_confidence" else {}),
-        )
+        return self._output(prompts, answers, config)
 
     def _denoise_blocks(self, rows, config, ends: Ends, generators, user: list, callback, prefix) -> list[Answer]:
         mask_token_id, limit = self.config.mask_token_id, config.max_thinking_tokens
@@ -640,6 +625,55 @@ class CloverGenerationMixin(GenerationMixin):
             fields["max_new_tokens"] = self.config.max_position_embeddings - prompts.shape[1]
         return super().generate(
             prompts, generation_config=GenerationConfig(**fields), attention_mask=attention_mask, **arguments
+        )
+
+    def _check_that_it_can_denoise(self) -> None:
+        # There transformers turns caches off. (Its own property for this warns in newer versions.)
+        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+        caches = not (self.training and checkpointing)
+        require(caches, "model.training", True, "false with gradient checkpointing: call `model.eval()` first")
+        mask_token_id = self.config.mask_token_id
+        require(
+            mask_token_id is not None,
+            "mask_token_id",
+            mask_token_id,
+            "set to denoise: `model.config.mask_token_id = tokenizer.convert_tokens_to_ids(MASK_TOKEN)`. The 35B "
+            "release's mask token is not publicly known, so its config.json leaves it unset",
+        )
+
+    def _prompt_rows(self, prompts, attention_mask, config: GenerationConfig) -> list[torch.Tensor]:
+        """The prompts without their padding, after all that can be wrong with them."""
+        is_mask = attention_mask is None or isinstance(attention_mask, torch.Tensor)
+        require(is_mask, "attention_mask", type(attention_mask).__name__, "a tensor")
+        is_batch = isinstance(prompts, torch.Tensor) and prompts.ndim == 2 and len(prompts) > 0
+        require(is_batch, "input_ids", _kind(prompts), "a (B, P) tensor of at least one row")
+        integral = not prompts.is_floating_point() and prompts.dtype != torch.bool
+        require(integral, "input_ids", str(prompts.dtype), "integer token ids")
+        self._prepare_special_tokens(config, attention_mask is not None, device=prompts.device)
+        if attention_mask is None:
+            attention_mask = self._prepare_attention_mask_for_generation(prompts, config, {})
+        return self._real_tokens(prompts, attention_mask)
+
+    def _output(
+        self, prompts: torch.Tensor, answers: list[Answer], config: GenerationConfig
+    ) -> torch.Tensor | CloverGenerateOutput:
+        pad = 0 if config._pad_token_tensor is None else config._pad_token_tensor.item()
+        width = max(len(answer.tokens) for answer in answers)
+        written = [answer.tokens + [pad] * (width - len(answer.tokens)) for answer in answers]
+        sequences = torch.cat([prompts, torch.tensor(written, dtype=prompts.dtype, device=prompts.device)], dim=1)
+        if not config.return_dict_in_generate:
+            return sequences
+        return CloverGenerateOutput(
+            sequences=sequences,
+            finish_reason=[answer.finish_reason for answer in answers],
+            num_denoising_passes=[answer.num_denoising_passes for answer in answers],
+            num_commit_passes=[answer.num_commit_passes for answer in answers],
+            tokens_per_forward=[answer.tokens_per_forward for answer in answers],
+            mean_accepted_length=[len(answer.tokens) / answer.num_commit_passes for answer in answers]
+            if config.decoding == "self_speculative"
+            else None,
+            trace=[answer.trace for answer in answers] if config.output_trace else None,
+            **({CACHE: [answer.prefix for answer in answers]} if config.decoding == "low_confidence" else {}),
         )
 
     def _real_tokens(self, prompts: torch.Tensor, attention_mask: torch.Tensor) -> list[torch.Tensor]:

@@ -282,7 +282,7 @@ def test_a_configuration_is_the_same_after_saving_and_loading(tmp_path):
 def test_the_files_that_travel_stay_small():
     lines = {name: len((ROOT / name).read_text().splitlines()) for name in CODE}
     assert sum(lines[f"{name}_clover.py"] for name in ("configuration", "modeling", "generation")) < 1500
-    assert max(lines.values()) < 700
+    assert max(lines.values()) < 800
 
 
 def test_the_files_that_travel_need_nothing_but_torch_and_transformers():
