@@ -13,13 +13,7 @@ from transformers import DynamicCache
 from clover import CloverConfig, CloverForDiffusionLM
 
 ROOT = Path(__file__).parents[1]
-CODE = (
-    "configuration_clover.py",
-    "controls_clover.py",
-    "generation_clover.py",
-    "modeling_clover.py",
-    "speculative_clover.py",
-)
+CODE = tuple(sorted(path.name for path in ROOT.glob("*_clover.py")))
 ADDED = ("conv_right_weight", "bd_softmax_logit_scale", "bd_softmax_history_bias", "bd_softmax_history_c")
 SIZES = {
     "vocab_size": 64,

@@ -262,7 +262,7 @@ def remote(repository, stock_checkpoints, tmp_path_factory) -> dict:
         shutil.copytree(source, folder)
         for code in CODE:
             shutil.copy(ROOT / code, folder)
-        # A stock checkpoint becomes a Clover by three files and one entry in the text model's configuration.
+        # A stock checkpoint becomes a Clover by these files and one entry in the text model's configuration.
         config = json.loads((folder / "config.json").read_text())
         config = config.get("text_config", config) | {"auto_map": release["auto_map"]}
         (folder / "config.json").write_text(json.dumps(config))

@@ -28,13 +28,7 @@ import clover
 from clover import CloverConfig, CloverForDiffusionLM, CloverGenerationConfig
 
 ROOT = Path(__file__).parents[1]
-CODE = (
-    "configuration_clover.py",
-    "controls_clover.py",
-    "generation_clover.py",
-    "modeling_clover.py",
-    "speculative_clover.py",
-)
+CODE = tuple(sorted(path.name for path in ROOT.glob("*_clover.py")))
 IDS = torch.arange(1, 9)[None]
 
 
