@@ -514,8 +514,9 @@ class CloverGenerationMixin(GenerationMixin):
                 "unset with `decoding='autoregressive'`: transformers has none",
             )
             return self._autoregressive(prompts, attention_mask, config, unknown | tools)
-        cache, old_name = unknown.pop(CACHE, None), unknown.pop("past_key_values", None)
-        cache = old_name if cache is None else cache
+        caches = {name: unknown.pop(name, None) for name in ("past_key_values", "cache")}
+        caches = {name: cache for name, cache in caches.items() if cache is not None}
+        require(len(caches) < 2, "cache", "given", "unset where `past_key_values` is given: they are one argument")
         refuse_unused(config, unknown)
         refuse_contradictions(config, kwargs)
         check_tools(config, callback=callback, generator=generator, **tools)
@@ -526,7 +527,9 @@ class CloverGenerationMixin(GenerationMixin):
         require(
             streamer is None or len(rows) == 1, "streamer", f"given for {len(rows)} answers", "used with one prompt"
         )
-        prefix = None if cache is None else self._fitting(cache, rows, config)
+        prefix = None
+        for name, cache in caches.items():
+            prefix = self._fitting(name, cache, rows, config)
         if config.block_size not in (None, self.config.block_size) and config.decoding == "low_confidence":
             logger.warning_once(
                 f"`block_size` is {config.block_size}, but this model was trained with {self.config.block_size}: "
@@ -577,23 +580,19 @@ class CloverGenerationMixin(GenerationMixin):
             **({} if limit is None else {"prepare": thinking.close}),
         )
 
-    def _fitting(self, given: object, rows: list[torch.Tensor], config: GenerationConfig) -> Prefix:
+    def _fitting(self, name: str, given: object, rows: list[torch.Tensor], config: GenerationConfig) -> Prefix:
         """The prefix to go on from, if it is one of an earlier answer and the prompt begins with it."""
         blocks = config.decoding == "low_confidence"
-        require(blocks, "past_key_values", "given", f"unset with `decoding={config.decoding!r}`")
+        require(blocks, name, "given", f"unset with `decoding={config.decoding!r}`")
         prefixes = given if isinstance(given, list) else [given]
         single = len(prefixes) == len(rows) == 1
-        require(single, "past_key_values", f"given for {len(rows)} answers", "the prefix of one, used with one prompt")
-        ours = all(isinstance(getattr(prefixes[0], name, None), torch.Tensor) for name in ("ids", "mask"))
-        require(
-            ours, "past_key_values", type(prefixes[0]).__name__, "what an earlier generate() returned under this name"
-        )
+        require(single, name, f"given for {len(rows)} answers", "the prefix of one, used with one prompt")
+        ours = all(isinstance(getattr(prefixes[0], part, None), torch.Tensor) for part in ("ids", "mask"))
+        require(ours, name, type(prefixes[0]).__name__, "what an earlier generate() returned under this name")
         known, prompt = prefixes[0].ids[prefixes[0].mask.bool()].tolist(), rows[0].tolist()
         block_size = self.config.block_size if config.block_size is None else config.block_size
         fits = known == prompt[: len(known)] and len(known) % block_size == 0
-        require(
-            fits, "past_key_values", f"of {len(known)} tokens", "of whole blocks of tokens that the prompt begins with"
-        )
+        require(fits, name, f"of {len(known)} tokens", "of whole blocks of tokens that the prompt begins with")
         return prefixes[0]
 
     def _speculate(self, rows, config, ends: Ends, generators, user: list, callback, prefix: None) -> list[Answer]:

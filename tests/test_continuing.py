@@ -88,3 +88,13 @@ def test_a_cache_that_does_not_fit_is_refused(model):
         write(model, whole, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="`past_key_values`.*self_speculative"):
         write(model, whole, past_key_values=cache, decoding="self_speculative", threshold=None)
+
+
+def test_both_of_transformers_names_for_a_cache_are_one_argument(model):
+    first = write(model, prompt(12))
+    text = first.sequences[0].tolist() + prompt(3)
+    expected = write(model, text).sequences
+    assert torch.equal(write(model, text, cache=kept(first)).sequences, expected)
+    assert torch.equal(write(model, text, past_key_values=kept(first)).sequences, expected)
+    with pytest.raises(ValueError, match="`cache`.*`past_key_values`"):
+        write(model, text, cache=kept(first), past_key_values=kept(first))
