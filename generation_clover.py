@@ -141,8 +141,8 @@ class Answer:
 
     @property
     def tokens_per_forward(self) -> float:
-        """TPF: tokens kept over denoising and commit passes; the prefill is not counted."""
-        return len(self.tokens) / (self.num_denoising_passes + self.num_commit_passes)
+        """TPF: tokens kept over denoising and commit passes, the prefill not counted; tokens, if no pass was needed."""
+        return len(self.tokens) / max(1, self.num_denoising_passes + self.num_commit_passes)
 
 
 @dataclass
@@ -262,7 +262,8 @@ def without_conflicts(
     first = row.start - len(row.prompt)  # of the block, in the response
     surest = sorted(filled, key=lambda i: -confidences[i])
     kept = forbidden(row.response).allowed([(first + i, tokens[i]) for i in surest])
-    return [i for i in filled if first + i in kept]
+    # Where a processor of the user's leaves only what is forbidden, it has the last word, as in transformers.
+    return [i for i in filled if first + i in kept] or surest[:1]
 
 
 def fill(

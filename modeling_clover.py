@@ -355,12 +355,12 @@ class CloverDecoderLayer(Qwen3_5MoeDecoderLayer):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        is_causal: bool = True,
+        denoising: bool = False,
         prefix: Cache | None = None,  # not under the cache's name, which gradient checkpointing would set to None
         expert_coreset_top_p: float | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        if is_causal:
+        if not denoising:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         cache = {CACHE: prefix}
         mixed = self.input_layernorm(hidden_states)
@@ -437,7 +437,9 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
                 expert_coreset_top_p = self.config.expert_coreset_top_p
             in_range = expert_coreset_top_p is None or 0 < expert_coreset_top_p <= 1
             require(in_range, "expert_coreset_top_p", expert_coreset_top_p, "null or in (0, 1]")
-            denoising = {"is_causal": False, "prefix": prefix, "expert_coreset_top_p": expert_coreset_top_p}
+            # Not under the name `is_causal`: transformers' decorator writes that into the config while a pass runs,
+            # and another thread's causal pass would read it there.
+            denoising = {"denoising": True, "prefix": prefix, "expert_coreset_top_p": expert_coreset_top_p}
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,5 +1,6 @@
 """Batches through generate(): every row, whatever its neighbours and its padding, is the naive denoiser's."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -244,3 +245,22 @@ def test_a_callback_alone_changes_nothing_and_its_exception_stops_the_work():
         model.generate(ids, **OPTIONS, callback=stop)
     assert len(calls) == 2
     assert torch.equal(model.generate(ids, **OPTIONS, callback=lambda *call: None), model.generate(ids, **OPTIONS))
+
+
+def test_two_threads_write_what_each_would_write_alone_and_leave_the_model_as_it_was():
+    model = draw(0)
+    ids = torch.tensor([prompt(9)])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "threshold": 0.4}
+    causal, alone, written = model(ids).logits, model.generate(ids, **options), []
+
+    def work():
+        written.extend(model.generate(ids, **options) for _ in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(written) == 9
+    assert all(torch.equal(one, alone) for one in written)
+    assert torch.equal(model(ids).logits, causal)

@@ -183,3 +183,11 @@ def test_a_limit_of_passes_and_forbidden_sequences_contradict_each_other(model, 
     value = 2 if name == "no_repeat_ngram_size" else [[1, 2]]
     with pytest.raises(ValueError, match="`max_denoising_steps` is 1"):
         write(model, prompt(5), max_denoising_steps=1, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "options", [{"no_repeat_ngram_size": 1}, {"bad_words_ids": [[9]]}, {"bad_words_ids": [[9, 9]]}]
+)
+def test_a_processor_that_forces_a_token_has_the_last_word(model, options):
+    force = lambda ids, scores: torch.full_like(scores, float("-inf")).index_fill(-1, torch.tensor([9]), 0.0)  # noqa: E731
+    assert write(model, prompt(5), logits_processor=[force], max_new_tokens=12, **options) == [9] * 12
