@@ -7,11 +7,14 @@ in it (`row.open_positions`), so a processor can look to both sides.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from .configuration_clover import require
 
 if TYPE_CHECKING:
     from .generation_clover import Row
@@ -21,7 +24,7 @@ Processor = Callable[[torch.Tensor, list["Row"]], None]
 
 def by_row(scores: torch.Tensor, rows: list["Row"]) -> Iterator[tuple[torch.Tensor, "Row"]]:
     """Each row with the scores (n, V) of its n open positions."""
-    return zip(scores.split([sum(row.masked) for row in rows]), rows, strict=True)
+    return zip(scores.split([len(row.open_positions) for row in rows]), rows, strict=True)
 
 
 def penalise_response(presence: float, frequency: float, repetition: float) -> Processor:
@@ -70,9 +73,12 @@ def by_position(processor: Callable, mask_token_id: int) -> Processor:
     def process(scores: torch.Tensor, rows: list["Row"]) -> None:
         for part, row in by_row(scores, rows):
             text = row.prompt + [mask_token_id if token is None else token for token in row.response]
+            text = torch.tensor([text], device=scores.device)
             for one, position in zip(part, row.open_positions, strict=True):
-                before = torch.tensor([text[: len(row.prompt) + position]], device=scores.device)
-                one.copy_(processor(before, one[None].clone())[0])
+                processed = processor(text[:, : len(row.prompt) + position], one[None].clone())
+                shape = getattr(processed, "shape", None)
+                require(shape == (1, len(one)), "logits_processor", shape, f"to return scores {(1, len(one))}")
+                one.copy_(processed[0])
 
     return process
 
@@ -123,69 +129,117 @@ class Forbidden:
         near = {token for token in self.text[max(i - self.ngram, 0) : i + self.ngram] if token is not None}
         return banned | {token for token in near if self._repeats_itself(i, token)}
 
+    def allows(self, i: int, token: int) -> bool:
+        return token not in self.at(i)
+
     def put(self, i: int, token: int) -> None:
         self.text[i] = token
         self._remember_around(i)
 
-    def allowed(self, candidates: list[tuple[int, int]]) -> set[int]:
-        """Which of these positions can take these tokens, the first ones first."""
-        kept = set()
-        for i, token in candidates:
-            if token not in self.at(i):
-                self.put(i, token)
-                kept.add(i)
-        return kept
+
+@dataclass(frozen=True)
+class Marks:
+    """The tokens between which an answer thinks."""
+
+    start: int
+    end: int
+
+    def opened_by(self, prompt: list[int]) -> bool:
+        """Whether a prompt ends inside a thinking part."""
+        return next((token for token in reversed(prompt) if token in (self.start, self.end)), self.end) == self.start
+
+    def is_open(self, row: "Row") -> bool:
+        marks = (token for token in reversed(row.response) if token in (self.start, self.end))
+        last = next(marks, None)
+        return self.opened_by(row.prompt) if last is None else last == self.start
 
 
-ForbiddenIn = Callable[[list[int | None]], Forbidden]  # what an answer with this response must not hold
+class ThinkingPart:
+    """The one thinking part of an answer whose thinking is limited: where it begins and ends, as far as is known.
+
+    A part that is open is closed by force at its limit, once all before that is known. Until then nothing is filled
+    in from there on, since what follows depends on the end. Where tokens were accepted before the part was opened, the
+    limit is the first open position after them.
+    """
+
+    def __init__(self, marks: Marks, limit: int, row: "Row"):
+        self.marks, self.limit, self.text = marks, limit, row.response
+        after = self.text.index(marks.start) + 1 if marks.start in self.text else None
+        self.begin = 0 if marks.opened_by(row.prompt) else after
+        self.end = next((i for i in range(self.begin or 0, len(self.text)) if self.text[i] == marks.end), None)
+
+    @property
+    def last(self) -> int | None:
+        """Where an open part has to end at the latest; None if none is open."""
+        if self.begin is None or self.end is not None:
+            return None
+        position = self.begin + self.limit
+        while position < len(self.text) and self.text[position] is not None:
+            position += 1
+        return position
+
+    def at(self, i: int) -> set[int]:
+        """The marks that must not stand at the gap i."""
+        second_start = self.begin is not None or (self.end is not None and i > self.end)
+        second_end = self.end is not None or (self.begin is not None and i < self.begin)
+        return ({self.marks.start} if second_start else set()) | ({self.marks.end} if second_end else set())
+
+    def allows(self, i: int, token: int) -> bool:
+        """Of tokens that are accepted together: none from the limit on, and no end whose beginning is not known."""
+        late = self.last is not None and i >= self.begin + self.limit
+        loose = token == self.marks.end and self.begin is None
+        return not late and not loose and token not in self.at(i)
+
+    def put(self, i: int, token: int) -> None:
+        self.text[i] = token
+        if token == self.marks.start:
+            self.begin = i + 1
+        elif token == self.marks.end:
+            self.end = i
 
 
-def forbid(forbidden: ForbiddenIn) -> Processor:
-    """Bans the tokens that would complete a forbidden sequence."""
+def close_thinking(marks: Marks, limit: int) -> Callable[["Row"], None]:
+    """What prepares a row for a pass: closes its thinking part where that is due, or holds back what comes after."""
+
+    def prepare(row: "Row") -> None:
+        part, first = ThinkingPart(marks, limit, row), len(row.prompt) - row.start
+        last, row.held_from = part.last, None
+        if last is None or last >= len(part.text):
+            return
+        if None in part.text[part.begin : last]:
+            row.held_from = first + part.begin + limit
+        else:
+            row.fill(first + last, marks.end)
+
+    return prepare
+
+
+class Rule(Protocol):
+    """What an answer must not hold, as it is being filled in."""
+
+    def at(self, i: int) -> set[int]:
+        """The tokens that must not stand at the gap i."""
+
+    def allows(self, i: int, token: int) -> bool:
+        """Whether a token that has been accepted can stand at the gap i, beside those that were put before it."""
+
+    def put(self, i: int, token: int) -> None:
+        """Fills a gap."""
+
+
+RulesOf = Callable[["Row"], list[Rule]]
+
+
+def forbid(rules_of: RulesOf) -> Processor:
+    """Bans the tokens that a row's rules forbid."""
 
     def process(scores: torch.Tensor, rows: list["Row"]) -> None:
         for part, row in by_row(scores, rows):
-            sequences = forbidden(row.response)
+            rules = rules_of(row)
             for one, position in zip(part, row.open_positions, strict=True):
-                one[list(sequences.at(position))] = float("-inf")
+                one[list(set().union(*(rule.at(position) for rule in rules)))] = float("-inf")
 
     return process
-
-
-class Thinking:
-    """Where a row's thinking part is open, and the means to close it after `limit` tokens."""
-
-    def __init__(self, start_token_id: int, end_token_id: int, limit: int | None = None):
-        self.start, self.end, self.limit = start_token_id, end_token_id, limit
-        self.in_prompt: dict[int, bool] = {}  # by row: whether its prompt ends inside a thinking part
-
-    def since(self, row: "Row") -> int | None:
-        """Where in the response the open thinking part begins; None if none is open."""
-        for i, token in reversed(list(enumerate(row.response))):
-            if token in (self.start, self.end):
-                return i + 1 if token == self.start else None
-        if row.index not in self.in_prompt:
-            marks = (token for token in reversed(row.prompt) if token in (self.start, self.end))
-            self.in_prompt[row.index] = next(marks, self.end) == self.start
-        return 0 if self.in_prompt[row.index] else None
-
-    def close(self, row: "Row") -> None:
-        """Puts the end of thinking on the first open position from the limit on, if thinking goes on until there."""
-        since = self.since(row)
-        late = [] if since is None else [p for p in row.open_positions if p >= since + self.limit]
-        if late:
-            row.fill(late[0] + len(row.prompt) - row.start, self.end)
-
-    def needless(self, row: "Row") -> list[bool]:
-        """For each open position, whether an end of thinking stands after it, or the one before it has no new start:
-        there must not be two."""
-        marks = [(i, token) for i, token in enumerate(row.response) if token in (self.start, self.end)]
-        found = []
-        for position in row.open_positions:
-            before = [token for i, token in marks if i < position]
-            after = [token for i, token in marks if i > position]
-            found.append(self.end in after[:1] or self.end in before[-1:])
-        return found
 
 
 def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_token_id: int) -> list[Processor]:
@@ -197,25 +251,31 @@ def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_tok
     if config.stop_ramp:
         found.append(ramp(eos, **config.stop_ramp, applies=lambda row: True))
     if config.think_end_ramp:
-        thinking = Thinking(config.think_start_token_id, config.think_end_token_id)
-        is_open = lambda row: thinking.since(row) is not None  # noqa: E731
-        found.append(ramp([thinking.end], **config.think_end_ramp, applies=is_open))
+        marks = marks_of(config)
+        found.append(ramp([marks.end], **config.think_end_ramp, applies=marks.is_open))
     if config.min_new_tokens:
         found.append(ban(eos, lambda row: [i < config.min_new_tokens for i in row.open_positions]))
     if config.suppress_tokens:
         found.append(ban(config.suppress_tokens))
-    if config.max_thinking_tokens is not None:
-        thinking = Thinking(config.think_start_token_id, config.think_end_token_id)
-        found.append(ban([thinking.end], thinking.needless))
-    if config.no_repeat_ngram_size or config.bad_words_ids:
-        found.append(forbid(forbidden_of(config)))
+    rules = rules_of(config)
+    if rules is not None:
+        found.append(forbid(rules))
     return found + [by_position(processor, mask_token_id) for processor in user]
 
 
-def forbidden_of(config: GenerationConfig) -> ForbiddenIn | None:
-    """The sequences that a config forbids, given a response; None if it forbids none."""
+def marks_of(config: GenerationConfig) -> Marks:
+    return Marks(config.think_start_token_id, config.think_end_token_id)
+
+
+def rules_of(config: GenerationConfig) -> RulesOf | None:
+    """The rules that a config makes for an answer; None if it makes none."""
     words, ngram = [list(word) for word in config.bad_words_ids or []], config.no_repeat_ngram_size or 0
-    return (lambda response: Forbidden(words, ngram, response)) if words or ngram else None
+    makers, limit = [], config.max_thinking_tokens
+    if limit is not None:  # first, since where thinking begins decides what else can stand
+        makers.append(lambda row: ThinkingPart(marks_of(config), limit, row))
+    if words or ngram:
+        makers.append(lambda row: Forbidden(words, ngram, row.response))
+    return (lambda row: [make(row) for make in makers]) if makers else None
 
 
 def filters_of(config: GenerationConfig) -> tuple[LogitsProcessor, ...]:

@@ -22,6 +22,7 @@ The loop, `block_diffusion`, knows no model: it calls `prefill`, `denoise` and `
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple, Protocol
@@ -32,12 +33,14 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, 
 from transformers.utils import logging
 
 from .configuration_clover import require
-from .controls_clover import ForbiddenIn, Processor, Thinking, filters_of, forbidden_of, processors_of
+from .controls_clover import Processor, RulesOf, close_thinking, filters_of, marks_of, processors_of, rules_of
 from .options_clover import (
     BLOCK_FIELDS,
-    DECODINGS,
     CloverGenerationConfig,
+    check_token_ids,
     check_tools,
+    eos_ids,
+    limit_by,
     refuse_contradictions,
     refuse_unused,
     validate_block_fields,
@@ -138,6 +141,7 @@ class Answer:
     num_commit_passes: int = 0  # verifying passes count as such
     trace: list[DenoisingStep] = field(default_factory=list)
     prefix: "Prefix | None" = None  # of the block that it ends in, if it was to be kept
+    text: torch.Tensor | None = None  # (1, P + budget) prompt and answer for criteria, filled as the answer grows
 
     @property
     def tokens_per_forward(self) -> float:
@@ -155,6 +159,7 @@ class Row:
     start: int = 0  # where the block starts in the row
     block: list[int] = field(default_factory=list)  # T tokens, the mask token where nothing is known
     masked: list[bool] = field(default_factory=list)
+    held_from: int | None = None  # from here on the block is not to be filled yet
     reported: int = 0  # tokens of the answer that a step has named as settled
 
     def open_block(self, start: int, size: int, mask_token_id: int) -> None:
@@ -162,6 +167,7 @@ class Row:
         tail = self.prompt[start : start + size]
         self.start, self.block = start, tail + [mask_token_id] * (size - len(tail))
         self.masked = [False] * len(tail) + [True] * (size - len(tail))
+        self.held_from = None
 
     def fill(self, position: int, token: int) -> None:
         self.block[position], self.masked[position] = token, False
@@ -180,9 +186,15 @@ class Row:
         return kept + [None if masked else token for token, masked in pairs]
 
     @property
+    def open(self) -> list[bool]:
+        """The masked positions that can be filled now."""
+        end = len(self.block) if self.held_from is None else self.held_from
+        return [masked and i < end for i, masked in enumerate(self.masked)]
+
+    @property
     def open_positions(self) -> list[int]:
-        """The masked positions, counted in the response."""
-        return [self.start + i - len(self.prompt) for i, masked in enumerate(self.masked) if masked]
+        """The same, counted in the response."""
+        return [self.start + i - len(self.prompt) for i, is_open in enumerate(self.open) if is_open]
 
 
 @dataclass(frozen=True)
@@ -194,16 +206,27 @@ class Ends:
     criteria: tuple[tuple[str, Callable[[torch.Tensor, None], bool | torch.Tensor]], ...] = ()  # by finish reason
     deadline: float = float("inf")  # of time.monotonic()
 
-    def reason(self, prompt: list[int], tokens: list[int]) -> str | None:
+    def reason(self, prompt: list[int], answer: Answer) -> str | None:
         """Why an answer ends with its last token: "stop" for an end token, a criterion's name, "length", or None."""
-        if tokens[-1] in self.eos_token_ids:
+        count = len(answer.tokens)
+        if answer.tokens[-1] in self.eos_token_ids:
             return "stop"
         if self.criteria:
-            text = torch.tensor([prompt + tokens])
+            if answer.text is None:
+                answer.text = torch.tensor([prompt + [0] * self.max_new_tokens])
+            answer.text[0, len(prompt) + count - 1] = answer.tokens[-1]
             for name, criterion in self.criteria:
-                if bool(torch.as_tensor(criterion(text, None)).all()):
+                verdict = criterion(answer.text[:, : len(prompt) + count], None)
+                single = isinstance(verdict, bool) or (isinstance(verdict, torch.Tensor) and verdict.numel() == 1)
+                require(single, name, verdict, "to return true or false, or a tensor of one")
+                if bool(verdict):
                     return name
-        return "length" if len(tokens) == self.max_new_tokens else None
+        return "length" if count == self.max_new_tokens else None
+
+    def expire(self, answer: Answer) -> None:
+        """Ends an answer whose time is up."""
+        if answer.finish_reason is None and time.monotonic() > self.deadline:
+            answer.finish_reason = "time"
 
     def settle(self, row: Row) -> list[int]:
         """Moves what a row knows without a gap into its answer, up to where the answer ends; returns those tokens."""
@@ -214,7 +237,7 @@ class Ends:
                 break
             settled.append(row.block[position])
             answer.tokens.append(row.block[position])
-            answer.finish_reason = self.reason(row.prompt, answer.tokens)
+            answer.finish_reason = self.reason(row.prompt, answer)
         return settled
 
 
@@ -256,14 +279,19 @@ def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tens
 
 
 def without_conflicts(
-    row: Row, filled: list[int], tokens: list[int], confidences: list[float], forbidden: ForbiddenIn
+    row: Row, filled: list[int], tokens: list[int], confidences: list[float], rules_of: RulesOf, first: int | None
 ) -> list[int]:
-    """The positions whose tokens complete no forbidden sequence, the surest put first."""
-    first = row.start - len(row.prompt)  # of the block, in the response
-    surest = sorted(filled, key=lambda i: -confidences[i])
-    kept = forbidden(row.response).allowed([(first + i, tokens[i]) for i in surest])
+    """The positions whose tokens break no rule together: the token `first` is put first, then the surest ones."""
+    offset = row.start - len(row.prompt)  # of the block, in the response
+    order = sorted(filled, key=lambda i: (tokens[i] != first, -confidences[i]))
+    rules, kept = rules_of(row), []
+    for i in order:
+        if all(rule.allows(offset + i, tokens[i]) for rule in rules):
+            for rule in rules:
+                rule.put(offset + i, tokens[i])
+            kept.append(i)
     # Where a processor of the user's leaves only what is forbidden, it has the last word, as in transformers.
-    return [i for i in filled if first + i in kept] or surest[:1]
+    return sorted(kept) or order[:1]
 
 
 def fill(
@@ -280,6 +308,7 @@ def fill(
         row.fill(i, tokens[i])
     prepare(row)
     ends.settle(row)
+    ends.expire(row.answer)
     row.answer.num_denoising_passes += 1
     record = DenoisingStep(
         block=row.start // len(row.block),
@@ -304,7 +333,8 @@ def block_diffusion(
     max_denoising_steps: int | None = None,
     callback: StepCallback | None = None,
     processors: tuple[Processor, ...] = (),
-    forbidden: ForbiddenIn | None = None,
+    rules_of: RulesOf | None = None,
+    first: int | None = None,
     prepare: Callable[[Row], None] = lambda row: None,
     prefix: Prefix | None = None,
     keep_prefixes: bool = False,
@@ -320,8 +350,8 @@ def block_diffusion(
         max_denoising_steps: after so many passes over a block, all that is still masked is accepted; None: no limit
             (a block takes at most `block_size`).
         callback: called after each step with the row, the step and the block's tokens, masks included.
-        forbidden: the sequences that an answer with this response must not hold. prepare: may fill positions of a
-            row before each pass.
+        rules_of: what a row's answer must not hold; of tokens accepted together, `first` is looked at first.
+        prepare: may fill positions of a row before each pass, or hold some back.
         prefix: of an earlier answer, to whole blocks that the prompts begin with; it is left as it is.
         keep_prefixes: give each answer the prefix of the block that it ends in.
         denoise_options: further arguments of `model.denoise`.
@@ -344,7 +374,7 @@ def block_diffusion(
                 kept = [i for i, row in enumerate(rows) if row.pending]
                 active, active_prefix = pending, prefix.select(torch.tensor(kept, device=device))
             block = torch.tensor([row.block for row in active], device=device)
-            masked = torch.tensor([row.masked for row in active], device=device)
+            masked = torch.tensor([row.open for row in active], device=device)
             scores = model.denoise(active_prefix, block, masked, **denoise_options)
             if processors:
                 scores = scores.to(torch.float32, copy=True)
@@ -356,14 +386,11 @@ def block_diffusion(
                 active, choice.tokens.tolist(), choice.confidences.tolist(), accepted.tolist(), strict=True
             ):
                 filled = [i for i, is_chosen in enumerate(chosen) if is_chosen]
-                if forbidden is not None:
-                    filled = without_conflicts(row, filled, tokens, confidences, forbidden)
+                if rules_of is not None:
+                    filled = without_conflicts(row, filled, tokens, confidences, rules_of, first)
                 record = fill(row, step, filled, tokens, confidences, prepare, ends)
                 if callback is not None:
                     callback(row.index, record, list(row.block))
-            if time.monotonic() > ends.deadline:
-                for row in rows:
-                    row.answer.finish_reason = row.answer.finish_reason or "time"
             step += 1
         going_on = [i for i, row in enumerate(rows) if row.answer.finish_reason is None]
         for i, row in enumerate(rows):
@@ -411,6 +438,11 @@ class Streaming:
     def end(self, answer: Answer) -> None:
         self._put(answer.tokens[self.sent :])  # what was filled in without a pass
         self.streamer.end()
+
+    def abort(self) -> None:
+        """Lets go of whoever waits for the text; why it ends early is raised elsewhere."""
+        with suppress(Exception):
+            self.streamer.end()
 
 
 @dataclass
@@ -493,36 +525,22 @@ class CloverGenerationMixin(GenerationMixin):
         require(inputs is None or input_ids is None, "inputs", "given", "unset where `input_ids` is given")
         prompts = inputs if inputs is not None else input_ids
         attention_mask = kwargs.pop("attention_mask", None)
-        is_config = generation_config is None or isinstance(generation_config, GenerationConfig)
-        require(is_config, "generation_config", type(generation_config).__name__, "a GenerationConfig")
-        for source in (self.generation_config, generation_config, SimpleNamespace(**kwargs)):
-            validate_block_fields(source)  # before they are merged, which trips over values of the wrong kind
-        config, unknown = self._prepare_generation_config(generation_config, **kwargs)
-        defaults = CloverGenerationConfig._get_default_generation_params()
-        config.update(**defaults, defaults_only=True, allow_custom_entries=True)  # for arguments that are None
-        tools = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-        tools |= {"streamer": streamer, "tokenizer": tokenizer}
-        for name in sorted(DECODINGS[config.decoding] & set(kwargs) - {"decoding"}):
-            require(kwargs[name] is None, name, kwargs[name], f"unset with `decoding={config.decoding!r}`")
-        if config.temperature == 0:
-            config.do_sample, config.temperature = False, 1.0
-        if config.decoding == "autoregressive":
-            require(callback is None, "callback", callback, "unset with `decoding='autoregressive'`: it has no steps")
-            require(
-                generator is None,
-                "generator",
-                generator,
-                "unset with `decoding='autoregressive'`: transformers has none",
-            )
-            return self._autoregressive(prompts, attention_mask, config, unknown | tools)
+        config, asked, unknown = self._merged(generation_config, kwargs)
         caches = {name: unknown.pop(name, None) for name in ("past_key_values", "cache")}
         caches = {name: cache for name, cache in caches.items() if cache is not None}
         require(len(caches) < 2, "cache", "given", "unset where `past_key_values` is given: they are one argument")
-        refuse_unused(config, unknown)
-        refuse_contradictions(config, kwargs)
+        tools = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        tools |= {"streamer": streamer, "tokenizer": tokenizer}
+        if config.decoding != "autoregressive":
+            refuse_unused(config, unknown)
+        refuse_contradictions(config, asked, kwargs)
         check_tools(config, callback=callback, generator=generator, **tools)
+        check_token_ids(config, self.config.vocab_size, self.config.mask_token_id)
+        if config.decoding == "autoregressive":
+            return self._autoregressive(prompts, attention_mask, config, unknown | caches | tools)
         self._check_that_it_can_denoise()
         rows = self._prompt_rows(prompts, attention_mask, config)
+        budget = self._budget(config, prompts.shape[1], max(len(row) for row in rows))
         copies = config.num_return_sequences
         prompts, rows = prompts.repeat_interleave(copies, dim=0), [row for row in rows for _ in range(copies)]
         require(
@@ -536,27 +554,49 @@ class CloverGenerationMixin(GenerationMixin):
                 f"`block_size` is {config.block_size}, but this model was trained with {self.config.block_size}: "
                 "answers will differ, and usually be worse."
             )
-        eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         criteria = [("stopping_criteria", criterion) for criterion in stopping_criteria or []]
         if config.stop_strings:
             criteria.append(("stop_string", StopStringCriteria(tokenizer, config.stop_strings)))
         ends = Ends(
-            max_new_tokens=self._budget(config, prompts.shape[1], max(len(row) for row in rows)),
-            eos_token_ids=tuple(eos),
+            max_new_tokens=budget,
+            eos_token_ids=tuple(eos_ids(config)),
             criteria=tuple(criteria),
             deadline=float("inf") if config.max_time is None else time.monotonic() + config.max_time,
         )
         generators = row_generators(len(rows), generator, prompts.device) if config.do_sample else None
         callbacks = [] if callback is None else [callback]
-        if streamer is not None:
-            streaming = Streaming(streamer, prompts, self.config.mask_token_id)
-            callbacks.append(streaming)
+        streaming = None if streamer is None else Streaming(streamer, prompts, self.config.mask_token_id)
+        callbacks += [] if streamer is None else [streaming]
         tell = (lambda *step: [call(*step) for call in callbacks]) if callbacks else None
         write = self._speculate if config.decoding == "self_speculative" else self._denoise_blocks
-        answers = write(rows, config, ends, generators, list(logits_processor or []), tell, prefix)
-        if streamer is not None:
+        try:
+            answers = write(rows, config, ends, generators, list(logits_processor or []), tell, prefix)
+        except BaseException:
+            if streaming is not None:
+                streaming.abort()
+            raise
+        if streaming is not None:
             streaming.end(answers[0])
         return self._output(prompts, answers, config)
+
+    def _merged(self, given: GenerationConfig | None, kwargs: dict) -> tuple[GenerationConfig, dict, dict]:
+        """The config to decode by; what of it this call asks for, beyond the model's own; and unknown arguments."""
+        is_config = given is None or isinstance(given, GenerationConfig)
+        require(is_config, "generation_config", type(given).__name__, "a GenerationConfig")
+        for source in (self.generation_config, given, SimpleNamespace(**kwargs)):
+            validate_block_fields(source)  # before they are merged, which trips over values of the wrong kind
+        config, unknown = self._prepare_generation_config(given, **kwargs)
+        defaults = CloverGenerationConfig._get_default_generation_params()
+        config.update(**defaults, defaults_only=True, allow_custom_entries=True)  # for arguments that are None
+        own, asked = self.generation_config.to_dict(), {} if given is None else given.to_dict()
+        asked = {name: value for name, value in asked.items() if value != own.get(name)}
+        limit_by([kwargs, asked], config)
+        asked = {name: value for name, value in (asked | kwargs).items() if value is not None}
+        if config.temperature == 0:
+            config.do_sample, config.temperature = False, 1.0
+        if config.eos_token_id == []:
+            config.eos_token_id = None
+        return config, asked, unknown
 
     def _denoise_blocks(self, rows, config, ends: Ends, generators, user: list, callback, prefix) -> list[Answer]:
         mask_token_id, limit = self.config.mask_token_id, config.max_thinking_tokens
@@ -564,7 +604,9 @@ class CloverGenerationMixin(GenerationMixin):
         if generators is not None:
             temperature = 1.0 if config.temperature is None else config.temperature
             choose = LowConfidence(config.threshold, mask_token_id, temperature, filters_of(config), generators)
-        thinking = Thinking(config.think_start_token_id, config.think_end_token_id, limit)
+        thinking = {} if limit is None else {"prepare": close_thinking(marks_of(config), limit)}
+        if limit is not None:
+            thinking["first"] = config.think_start_token_id  # where thinking begins decides what else can stand
         return block_diffusion(
             self,
             rows,
@@ -574,11 +616,11 @@ class CloverGenerationMixin(GenerationMixin):
             max_denoising_steps=config.max_denoising_steps,
             callback=callback,
             processors=tuple(processors_of(config, list(ends.eos_token_ids), user, mask_token_id)),
-            forbidden=forbidden_of(config),
+            rules_of=rules_of(config),
             prefix=prefix,
             keep_prefixes=bool(config.return_dict_in_generate),
             expert_coreset_top_p=config.expert_coreset_top_p,
-            **({} if limit is None else {"prepare": thinking.close}),
+            **thinking,
         )
 
     def _fitting(self, name: str, given: object, rows: list[torch.Tensor], config: GenerationConfig) -> Prefix:
@@ -592,6 +634,8 @@ class CloverGenerationMixin(GenerationMixin):
         require(ours, name, type(prefixes[0]).__name__, "what an earlier generate() returned under this name")
         known, prompt = prefixes[0].ids[prefixes[0].mask.bool()].tolist(), rows[0].tolist()
         block_size = self.config.block_size if config.block_size is None else config.block_size
+        owner = getattr(prefixes[0], "owner", None)
+        require(owner is None or owner() is self, name, "of another model", "what this model returned")
         fits = known == prompt[: len(known)] and len(known) % block_size == 0
         require(fits, name, f"of {len(known)} tokens", "of whole blocks of tokens that the prompt begins with")
         return prefixes[0]
@@ -620,9 +664,17 @@ class CloverGenerationMixin(GenerationMixin):
 
     def _autoregressive(self, prompts, attention_mask, config: GenerationConfig, arguments: dict):
         """transformers' own generation over the causal pass; an answer may fill the context here too."""
+        embeds = arguments.get("inputs_embeds")
+        for name in ("past_key_values", "cache"):
+            ours = isinstance(arguments.get(name), list) or hasattr(arguments.get(name), "ids")
+            require(not ours, name, "of block diffusion", "a transformers Cache with `decoding='autoregressive'`")
+        if prompts is None and isinstance(embeds, torch.Tensor) and embeds.ndim == 3:
+            columns = longest = embeds.shape[1]
+        else:
+            longest = max(len(row) for row in self._prompt_rows(prompts, attention_mask, config))
+            columns = prompts.shape[1] + (embeds.shape[1] if isinstance(embeds, torch.Tensor) else 0)
         fields = {name: value for name, value in config.to_dict().items() if name not in BLOCK_FIELDS}
-        if config.max_new_tokens is None and config.max_length is None:
-            fields["max_new_tokens"] = self.config.max_position_embeddings - prompts.shape[1]
+        fields |= {"max_new_tokens": self._budget(config, columns, longest), "max_length": None}
         return super().generate(
             prompts, generation_config=GenerationConfig(**fields), attention_mask=attention_mask, **arguments
         )
@@ -694,19 +746,21 @@ class CloverGenerationMixin(GenerationMixin):
     def _budget(self, config: GenerationConfig, columns: int, longest: int) -> int:
         """New tokens that may be written, checked against the context."""
         context = self.config.max_position_embeddings
+        require(longest < context, "input_ids", f"{longest} tokens", f"shorter than the context of {context}")
         budget = config.max_new_tokens
         if budget is None and config.max_length is not None:
             budget = config.max_length - columns
             require(budget >= 1, "max_length", config.max_length, f"more than the prompt's {columns} columns")
         if budget is None:
             budget = context - longest
-            require(budget >= 1, "input_ids", f"{longest} tokens", f"shorter than the context of {context}")
         require(
             longest + budget <= context,
             "max_new_tokens",
             budget,
             f"at most {context - longest}: prompt ({longest}) and answer share a context of {context} tokens",
         )
+        least = config.min_new_tokens or 0
+        require(least <= budget, "min_new_tokens", least, f"at most {budget}, the tokens that may be written")
         return budget
 
 

@@ -26,8 +26,10 @@ Experts run through transformers' registry (eager, grouped_mm, batched_mm). tran
 """
 
 import math
+import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -215,9 +217,10 @@ class CloverPrefix:
     cache: Cache
     mask: torch.Tensor
     ids: torch.Tensor
+    owner: "weakref.ref[CloverForDiffusionLM]"  # whose keys, values and states these are
 
     def select(self, rows: torch.Tensor) -> "CloverPrefix":
-        return CloverPrefix(select_rows(self.cache, rows), self.mask[rows], self.ids[rows])
+        return replace(self, cache=select_rows(self.cache, rows), mask=self.mask[rows], ids=self.ids[rows])
 
     def packed(self) -> "CloverPrefix":
         """The same with every row's real tokens moved to the right, and no column without any; in place."""
@@ -227,7 +230,7 @@ class CloverPrefix:
             if not isinstance(layer, LinearAttentionLayer) and layer.is_initialized:
                 index = columns[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[-1])
                 layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
-        return CloverPrefix(self.cache, self.mask.gather(1, columns), self.ids.gather(1, columns))
+        return replace(self, mask=self.mask.gather(1, columns), ids=self.ids.gather(1, columns))
 
 
 # ---- the modules: only what differs from Qwen3.5-MoE -----------------------------------------------------------------
@@ -564,7 +567,8 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         With the `prefix` of an earlier answer, which is left as it is, only the columns after its own are run.
         """
         if prefix is None:
-            prefix = CloverPrefix(DynamicCache(config=self.config), attention_mask[:, :0], input_ids[:, :0])
+            nothing = (attention_mask[:, :0], input_ids[:, :0])
+            prefix = CloverPrefix(DynamicCache(config=self.config), *nothing, weakref.ref(self))
         else:
             prefix = prefix.select(torch.arange(len(input_ids), device=input_ids.device))
         known = prefix.ids.shape[1]
@@ -600,11 +604,16 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         """
         layers = [module for module in self.modules() if isinstance(module, CloverGatedDeltaNet)]
         before = [[x.clone() for x in layer._prefix_states(block, prefix.cache)] for layer in layers]
-        projected, hooks = [{} for _ in layers], []
+        projected, hooks, caller = [{} for _ in layers], [], threading.get_ident()
+
+        def keep(name: str, results: dict, output: torch.Tensor) -> None:
+            if threading.get_ident() == caller:  # the modules are shared, and so are the hooks on them
+                results[name] = output
+
         for layer, results in zip(layers, projected, strict=True):
             for name in ("in_proj_qkv", "in_proj_a", "in_proj_b"):
-                keep = lambda _, inputs, output, name=name, results=results: results.update({name: output})  # noqa: E731
-                hooks.append(getattr(layer, name).register_forward_hook(keep))
+                hook = lambda _, inputs, output, name=name, results=results: keep(name, results, output)  # noqa: E731
+                hooks.append(getattr(layer, name).register_forward_hook(hook))
         try:
             advanced, hidden_states = self._advance(prefix, block, torch.ones_like(block))
         finally:
@@ -617,7 +626,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
                 cached.conv_states[0], cached.recurrent_states[0] = layer.states_after(*states, results, counts)
             new = torch.arange(block.shape[1], device=block.device) < counts[:, None]
             mask = torch.cat([prefix.mask, new.to(prefix.mask.dtype)], dim=1)
-            return CloverPrefix(advanced.cache, mask, advanced.ids).packed()
+            return replace(advanced, mask=mask).packed()
 
         return self.lm_head(hidden_states), keep_first
 
@@ -629,7 +638,7 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         # The trunk alone: nobody asks for logits here, and the head is the largest matrix there is.
         inputs = {"attention_mask": mask, "position_ids": positions, CACHE: prefix.cache}
-        advanced = CloverPrefix(prefix.cache, mask, torch.cat([prefix.ids, tokens], dim=1))
+        advanced = replace(prefix, mask=mask, ids=torch.cat([prefix.ids, tokens], dim=1))
         return advanced, self.model(tokens, use_cache=True, **inputs).last_hidden_state
 
 

@@ -5,11 +5,13 @@ Nothing is silently ignored: a value out of range, an unknown or misspelt name, 
 use for, and fields that contradict each other are each a `ValueError`, before any work.
 """
 
+import copy
 import difflib
 from collections.abc import Callable
+from itertools import chain
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .configuration_clover import require
 
@@ -64,8 +66,9 @@ class CloverGenerationConfig(GenerationConfig):
             `min(max, slope * (position - start))` on the end tokens, or on the end of thinking while it is open, at
             positions of the answer after `start`.
         think_start_token_id, think_end_token_id (`int`, *optional*): the marks of a thinking part.
-        max_thinking_tokens (`int`, *optional*): after so many the thinking part is closed, on the first position
-            that is still open then; 0 leaves it empty.
+        max_thinking_tokens (`int`, *optional*): closes the thinking part after so many tokens, and lets an answer
+            have one such part; 0 leaves it empty. What lies behind is not filled in before the part is closed; tokens
+            that were there before the part was opened stay.
         do_sample, temperature, top_k, top_p, min_p: as in transformers, at every masked position; 0 is greedy.
         no_repeat_ngram_size, bad_words_ids, suppress_tokens, min_new_tokens: as in transformers; of the response.
         stop_strings, max_time, max_new_tokens, max_length: what ends an answer; without a budget it may fill the
@@ -97,7 +100,11 @@ class CloverGenerationConfig(GenerationConfig):
 
     def validate(self, *args, **kwargs):
         validate_block_fields(self)
-        super().validate(*args, **kwargs)
+        config = self
+        if self.temperature == 0:  # greedy; transformers would ask for sampling, or for another value
+            config = copy.copy(self)
+            config.temperature = None
+        GenerationConfig.validate(config, *args, **kwargs)
 
 
 def validate_block_fields(config: object) -> None:
@@ -123,16 +130,16 @@ def validate_block_fields(config: object) -> None:
     for name in ("max_thinking_tokens", "no_repeat_ngram_size", "top_k", "min_new_tokens"):
         check(name, int, "an integer of at least 0", lambda value: value >= 0)
     for name in ("presence_penalty", "frequency_penalty"):
-        check(name, number, "a finite number", lambda value: abs(value) < float("inf"))
-    for name in ("repetition_penalty", "max_time"):
-        check(name, number, "a number above 0", lambda value: 0 < value < float("inf"))
-    check("temperature", number, "a number of at least 0", lambda value: 0 <= value < float("inf"))
+        check(name, number, "a finite number, at most 1e6 either way", lambda value: abs(value) <= 1e6)
+    check("repetition_penalty", number, "a number above 0, in [1e-6, 1e6]", lambda value: 1e-6 <= value <= 1e6)
+    check("max_time", number, "a number above 0", lambda value: 0 < value < float("inf"))
+    check("temperature", number, "0 or a number of at least 1e-6", lambda v: v == 0 or 1e-6 <= v < float("inf"))
     check("top_p", number, "a number in (0, 1]", lambda value: 0 < value <= 1)
     check("min_p", number, "a number in [0, 1]", lambda value: 0 <= value <= 1)
     for name in ("stop_ramp", "think_end_ramp"):
-        check(name, dict, '{"start", "slope", "max"}, three numbers', _is_ramp)
+        check(name, dict, '{"start", "slope", "max"}, three numbers in [0, 1e9]', _is_ramp)
     for name in ("pad_token_id", "think_start_token_id", "think_end_token_id"):
-        check(name, int, "a token id")
+        check(name, int, "a token id", lambda value: value >= 0)
     ids = getattr(config, "eos_token_id", None)
     require(ids is None or _is_ids(ids) or _is_ids([ids]), "eos_token_id", ids, "a token id or a list of them")
     check("suppress_tokens", list, "a list of token ids", _is_ids)
@@ -149,7 +156,8 @@ def _is_ids(value: object) -> bool:
 
 
 def _is_ramp(value: dict) -> bool:
-    return set(value) == {"start", "slope", "max"} and all(type(number) in (int, float) for number in value.values())
+    numbers = all(type(number) in (int, float) and 0 <= number <= 1e9 for number in value.values())
+    return numbers and set(value) == {"start", "slope", "max"}
 
 
 USED_FIELDS = set(BLOCK_FIELDS) | SAMPLING_FIELDS | {"do_sample", "repetition_penalty", "no_repeat_ngram_size"}
@@ -176,9 +184,29 @@ def refuse_unused(config: GenerationConfig, arguments: dict) -> None:
         require(off, name, value, f"unset ({neutral.get(name)}): block-diffusion generate() does not use it")
 
 
-def refuse_contradictions(config: GenerationConfig, arguments: dict) -> None:
-    """Raises a `ValueError` for options that are allowed, but not together. `arguments` are those of this call: what a
-    model's own config says about sampling does no harm to a greedy call."""
+def limit_by(sources: list[dict], config: GenerationConfig) -> None:
+    """Lets the first source that says how long an answer may be have its way, and refuses one that says it twice."""
+    for source in sources:
+        length, new = source.get("max_length"), source.get("max_new_tokens")
+        both = length is not None and new is not None
+        require(not both, "max_length", length, f"unset where `max_new_tokens` is given ({new}): they are one limit")
+        if length is not None or new is not None:
+            config.max_length, config.max_new_tokens = length, new
+            return
+
+
+def refuse_contradictions(config: GenerationConfig, asked: dict, arguments: dict) -> None:
+    """Raises a `ValueError` for options that are allowed, but not together.
+
+    `asked` is what this call says, by `arguments` or a generation config: what a model's own config says about other
+    decodings does no harm. Nor does what any config says about sampling, as in transformers, whose pipelines fill in a
+    temperature.
+    """
+    for name in sorted((DECODINGS[config.decoding] - {"decoding"}) & set(asked)):
+        neutral = name in MARKS or asked[name] == BLOCK_FIELDS[name]
+        require(neutral, name, asked[name], f"unset with `decoding={config.decoding!r}`")
+    if config.decoding == "autoregressive":
+        return  # transformers has its own rules
     greedy = not config.do_sample
     for name in sorted(SAMPLING_FIELDS & set(arguments)):
         neutral = arguments[name] in (None, GenerationConfig._get_default_generation_params().get(name), 0)
@@ -191,18 +219,60 @@ def refuse_contradictions(config: GenerationConfig, arguments: dict) -> None:
         True,
         "used with `return_dict_in_generate=True`",
     )
+    ends = config.eos_token_id is not None or "stop_ramp" not in asked
+    require(ends, "stop_ramp", asked.get("stop_ramp"), "unset where there is no `eos_token_id`")
     sequences = config.no_repeat_ngram_size or any(len(word) > 1 for word in config.bad_words_ids or [])
     steps = config.max_denoising_steps
+    further = sequences or config.max_thinking_tokens is not None
     require(
-        not (sequences and steps),
+        not (further and steps and config.decoding == "low_confidence"),
         "max_denoising_steps",
         steps,
-        "unset with `no_repeat_ngram_size` or bad words of several tokens: what they forbid takes further passes",
+        "unset with `no_repeat_ngram_size`, bad words of several tokens or `max_thinking_tokens`: what they forbid "
+        "takes further passes",
     )
     for name in ("think_end_ramp", "max_thinking_tokens"):
         marks = (config.think_start_token_id, config.think_end_token_id)
         known = getattr(config, name) is None or None not in marks
         require(known, name, getattr(config, name), "unset where `think_start_token_id` or `think_end_token_id` is")
+    if config.max_thinking_tokens is not None:
+        end = config.think_end_token_id
+        banned = end in {*(config.suppress_tokens or []), *chain(*(config.bad_words_ids or []))}
+        limit = config.max_thinking_tokens
+        require(not banned, "max_thinking_tokens", limit, f"unset where the end of thinking, {end}, is forbidden")
+        late = config.min_new_tokens and end in eos_ids(config)
+        require(not late, "max_thinking_tokens", limit, "unset with `min_new_tokens` where thinking ends the answer")
+
+
+MARKS = ("think_start_token_id", "think_end_token_id")
+
+
+def eos_ids(config: GenerationConfig) -> list[int]:
+    """The end tokens, however they are given."""
+    ids = config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def check_token_ids(config: GenerationConfig, vocab_size: int, mask_token_id: int | None) -> None:
+    """Raises a `ValueError` for a token that a model does not have, or that cannot play the part it is given."""
+    words, suppressed = config.bad_words_ids or [], config.suppress_tokens or []
+    named = {name: [] if (token := getattr(config, name, None)) is None else [token] for name in MARKS}
+    named["pad_token_id"] = [] if config.pad_token_id is None else [config.pad_token_id]
+    named |= {"eos_token_id": eos_ids(config), "suppress_tokens": suppressed, "bad_words_ids": chain(*words)}
+    for name, tokens in named.items():
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        require(not outside, name, outside[:1], f"of tokens in [0, {vocab_size}), the model's vocabulary")
+    for name in ("eos_token_id", *MARKS):
+        written = mask_token_id not in named[name]
+        require(written, name, getattr(config, name), f"not the mask token ({mask_token_id}), which is never written")
+    start, end = named[MARKS[0]], named[MARKS[1]]
+    require(not start or start != end, MARKS[1], end, f"other than `{MARKS[0]}`: one mark cannot open and close")
+    left = set(range(vocab_size)) - set(suppressed) - {word[0] for word in words if len(word) == 1} - {mask_token_id}
+    name = "suppress_tokens" if suppressed else "bad_words_ids"
+    require(bool(left), name, f"all of {vocab_size} tokens", "fewer than the vocabulary: something has to be written")
+    ends = [word for word in words if len(word) == 1 and word[0] in named["eos_token_id"]]
+    allowed = "of other words than an end token, which transformers drops in silence; `suppress_tokens` bans one"
+    require(not ends or config.decoding == "autoregressive", "bad_words_ids", ends, allowed)
 
 
 def check_tools(
@@ -220,5 +290,11 @@ def check_tools(
     kind = generator is None or isinstance(generator, torch.Generator)
     require(kind, "generator", type(generator).__name__, "a torch.Generator")
     require(generator is None or config.do_sample, "generator", "given", "unset unless `do_sample=True`")
+    if config.decoding == "autoregressive":
+        require(callback is None, "callback", callback, "unset with `decoding='autoregressive'`: it has no steps")
+        none = "unset with `decoding='autoregressive'`: transformers takes none"
+        require(generator is None, "generator", "given", none)
     needed = config.stop_strings is None or tokenizer is not None
     require(needed, "stop_strings", config.stop_strings, "used with `tokenizer=`, the model's tokenizer")
+    known = tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase)
+    require(known, "tokenizer", type(tokenizer).__name__, "a transformers tokenizer")

@@ -13,7 +13,6 @@ text before it, so this is the rejection sampling of speculative decoding (arXiv
 point: the text has the autoregressive distribution whatever the drafts are, and they only decide the speed.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -42,9 +41,9 @@ def verified(
     Yields:
         One token at a time, so that a caller who stops early draws no more.
     """
+    ids = torch.tensor([text + drafts], device=logits.device)
     for i, scores in enumerate(logits):
-        ids = torch.tensor([text + drafts[:i]], device=logits.device)
-        scores = process(ids, scores[None].float())[0]
+        scores = process(ids[:, : len(text) + i], scores[None].float())[0]
         draft = drafts[i] if i < len(drafts) else None
         if generator is None:
             token = int(scores.argmax())
@@ -117,9 +116,10 @@ def self_speculative(
             for token in verified(list(texts[row]), drafts, scores, processes[row], generator):
                 texts[row].append(token)
                 answer.tokens.append(token)
-                answer.finish_reason = ends.reason(prompt, answer.tokens)
+                answer.finish_reason = ends.reason(prompt, answer)
                 if answer.finish_reason is not None:
                     break
+            ends.expire(answer)
             gained.append(len(texts[row]) - start)
             answer.num_denoising_passes += took
             answer.num_commit_passes += 1
@@ -137,9 +137,6 @@ def self_speculative(
             answer.trace.append(record)
             if callback is not None:
                 callback(row, record, [last, *drafts])
-        if time.monotonic() > ends.deadline:
-            for row in rows:
-                answers[row].finish_reason = answers[row].finish_reason or "time"
         turn += 1
         going_on = [i for i, row in enumerate(rows) if answers[row].finish_reason is None]
         if going_on:

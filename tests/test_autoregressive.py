@@ -3,7 +3,9 @@
 import pytest
 import torch
 from random_clover import random_clover, tokens
-from transformers import TextStreamer
+from transformers import DynamicCache, TextStreamer
+
+from clover import CloverGenerationConfig
 
 OPTIONS = {
     "greedy": {},
@@ -84,3 +86,59 @@ def test_options_of_block_diffusion_are_refused(name, value, clover_model):
 def test_an_unknown_option_is_refused(clover_model):
     with pytest.raises(ValueError, match="treshold"):
         write(clover_model, tokens(1, 17), decoding="autoregressive", treshold=0.5)
+
+
+BEFORE_ANY_WORK = [
+    ("input_ids", None, {}),
+    ("input_ids", [[1, 2, 3]], {}),
+    ("input_ids", torch.ones(1, 0, dtype=torch.long), {}),
+    ("input_ids", torch.tensor([[1, 10**6]]), {}),
+    ("input_ids", tokens(1, 300), {}),
+    ("attention_mask", tokens(1, 3), {"attention_mask": torch.tensor([[1, 1, 0]])}),
+    ("logits_processor", tokens(1, 3), {"logits_processor": [3]}),
+    ("logits_processor", tokens(1, 3), {"logits_processor": 3}),
+    ("stopping_criteria", tokens(1, 3), {"stopping_criteria": [3]}),
+    ("stop_strings", tokens(1, 3), {"stop_strings": ["x"]}),
+    ("tokenizer", tokens(1, 3), {"stop_strings": ["x"], "tokenizer": 3}),
+    ("streamer", tokens(1, 3), {"streamer": print}),
+    ("generator", tokens(1, 3), {"generator": torch.Generator(), "do_sample": True}),
+    ("suppress_tokens", tokens(1, 3), {"suppress_tokens": [10**6]}),
+    ("max_new_tokens", tokens(1, 3), {"max_new_tokens": 10**6}),
+    ("min_new_tokens", tokens(1, 3), {"min_new_tokens": 30}),
+]
+
+
+@pytest.mark.parametrize("name, prompt, options", BEFORE_ANY_WORK, ids=[f"{n} {o}" for n, _, o in BEFORE_ANY_WORK])
+def test_what_is_refused_elsewhere_is_refused_here_before_any_pass(name, prompt, options):
+    model = random_clover(max_position_embeddings=64)
+    hook = model.model.register_forward_pre_hook(lambda *args: pytest.fail("a pass was run before the refusal"))
+    try:
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            write(model, prompt, decoding="autoregressive", **options)
+    finally:
+        hook.remove()
+
+
+def test_a_cache_of_block_diffusion_is_refused_and_transformers_own_is_taken(clover_model):
+    text = tokens(1, 17)
+    out = clover_model.generate(text, max_new_tokens=4, return_dict_in_generate=True)
+    returned = out.cache if hasattr(out, "cache") else out.past_key_values
+    with pytest.raises(ValueError, match="`past_key_values`.*block diffusion"):
+        write(clover_model, text, decoding="autoregressive", past_key_values=returned)
+    cache = DynamicCache(config=clover_model.config)
+    clover_model(text[:, :9], use_cache=True, past_key_values=cache)
+    expected = write(clover_model, text, decoding="autoregressive")
+    assert torch.equal(write(clover_model, text, decoding="autoregressive", past_key_values=cache), expected)
+
+
+def test_values_that_ask_for_nothing_are_let_off(clover_model):
+    neutral = {"output_trace": False, "presence_penalty": 0.0, "threshold": 0.95, "max_thinking_tokens": None}
+    expected = write(clover_model, tokens(1, 17), decoding="autoregressive")
+    assert torch.equal(write(clover_model, tokens(1, 17), decoding="autoregressive", **neutral), expected)
+
+
+@pytest.mark.parametrize("name, value", [("threshold", 0.5), ("presence_penalty", 1.0), ("block_size", 8)])
+def test_an_option_of_block_diffusion_is_refused_in_a_config_too(name, value, clover_model):
+    config = CloverGenerationConfig(decoding="autoregressive", **{name: value})
+    with pytest.raises(ValueError, match=f"`{name}`.*autoregressive"):
+        write(clover_model, tokens(1, 17), generation_config=config)

@@ -72,9 +72,7 @@ def test_without_thinking_the_answer_has_none(model, tokenizer):
 @pytest.mark.parametrize("block_size", [4, 32])
 @pytest.mark.parametrize("limit", [0, 1, 5, 9, 20])
 @pytest.mark.parametrize("threshold", [0.5, 0.95, 1.0])
-def test_thinking_is_closed_on_the_first_open_position_after_so_many_tokens(
-    model, tokenizer, limit, threshold, block_size
-):
+def test_thinking_is_closed_after_so_many_tokens(model, tokenizer, limit, threshold, block_size):
     options = {"threshold": threshold, "block_size": block_size}
     free, _ = answer(model, tokenizer, SUM, **options)
     text, _ = answer(model, tokenizer, SUM, max_thinking_tokens=limit, **options)
@@ -84,13 +82,21 @@ def test_thinking_is_closed_on_the_first_open_position_after_so_many_tokens(
     assert ids.count(end) == 1
     thought = ids.index(end) - 1
     assert thought >= limit
-    # Tokens that were accepted together with the mark that opens the thinking part stay.
+    # Tokens that were accepted before the mark that opens the thinking part stay.
     assert thought <= limit + block_size
     assert text != free
 
 
-def test_a_limit_that_thinking_does_not_reach_changes_nothing(model, tokenizer):
-    assert answer(model, tokenizer, SUM, max_thinking_tokens=60) == answer(model, tokenizer, SUM)
+@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("above", [0, 1, 3, 10, 60])
+def test_a_limit_that_thinking_does_not_reach_changes_nothing(model, tokenizer, above, block_size):
+    """Thinking is cut short, never drawn out to the limit."""
+    text, _ = answer(model, tokenizer, SUM, threshold=1.0, block_size=block_size)
+    thought = tokenizer(text, add_special_tokens=False)["input_ids"].index(tokenizer.convert_tokens_to_ids("</think>"))
+    limited = answer(
+        model, tokenizer, SUM, threshold=1.0, block_size=block_size, max_thinking_tokens=thought - 1 + above
+    )
+    assert limited[0] == text
     assert answer(model, tokenizer, SORT, max_thinking_tokens=0) == answer(model, tokenizer, SORT)
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_clover import cached_tensors
-from small_clover import left_padded, prompt, small_clover
+from small_clover import draw, left_padded, prompt, small_clover
 from transformers import DynamicCache
 
 
@@ -98,3 +98,10 @@ def test_both_of_transformers_names_for_a_cache_are_one_argument(model):
     assert torch.equal(write(model, text, past_key_values=kept(first)).sequences, expected)
     with pytest.raises(ValueError, match="`cache`.*`past_key_values`"):
         write(model, text, cache=kept(first), past_key_values=kept(first))
+
+
+def test_a_cache_of_another_model_is_refused():
+    """Its tokens may fit; its states do not."""
+    first = write(draw(seed=1), prompt(12))
+    with pytest.raises(ValueError, match="`past_key_values` is 'of another model'"):
+        write(small_clover(), first.sequences[0].tolist(), past_key_values=kept(first))

@@ -82,7 +82,8 @@ OF_ANOTHER_KIND = [
     ("return_dict_in_generate", "yes", "true or false"),
     ("do_sample", 1, "true or false"),
     ("temperature", "hot", "number"),
-    ("temperature", -0.1, "at least 0"),
+    ("temperature", -0.1, "at least 1e-6"),
+    ("temperature", 1e-39, "at least 1e-6"),
     ("top_k", 2.5, "integer"),
     ("top_k", -1, "at least 0"),
     ("top_p", 0.0, r"\(0, 1\]"),
@@ -347,3 +348,60 @@ def test_training_with_gradient_checkpointing_is_refused_because_it_keeps_no_pre
             model.generate(IDS, max_new_tokens=5)
     finally:
         model.eval()
+
+
+# ---- what a model cannot do, and what cannot be had together --------------------------------------------------------
+
+THINKING = {"think_start_token_id": 11, "think_end_token_id": 12, "max_thinking_tokens": 3}
+RAMP = {"start": 0, "slope": 1.0, "max": 2.0}
+SENSELESS = [
+    ("suppress_tokens", {"suppress_tokens": [48]}),
+    ("suppress_tokens", {"suppress_tokens": list(range(47))}),
+    ("suppress_tokens", {"suppress_tokens": list(range(20)), "bad_words_ids": [[i] for i in range(20, 47)]}),
+    ("bad_words_ids", {"bad_words_ids": [[3, 48]]}),
+    ("bad_words_ids", {"bad_words_ids": [[3]], "eos_token_id": 3}),
+    ("eos_token_id", {"eos_token_id": [3, 48]}),
+    ("eos_token_id", {"eos_token_id": 47}),  # the mask token
+    ("pad_token_id", {"pad_token_id": -1}),
+    ("think_end_token_id", THINKING | {"think_end_token_id": 48}),
+    ("think_end_token_id", THINKING | {"think_end_token_id": 47}),
+    ("think_end_token_id", THINKING | {"think_end_token_id": 11}),
+    ("stop_ramp", {"eos_token_id": 3, "stop_ramp": RAMP | {"start": float("nan")}}),
+    ("stop_ramp", {"eos_token_id": 3, "stop_ramp": RAMP | {"slope": float("inf")}}),
+    ("stop_ramp", {"eos_token_id": 3, "stop_ramp": RAMP | {"slope": -1}}),
+    ("stop_ramp", {"stop_ramp": RAMP}),
+    ("max_thinking_tokens", THINKING | {"suppress_tokens": [12]}),
+    ("max_thinking_tokens", THINKING | {"bad_words_ids": [[4, 12]]}),
+    ("max_thinking_tokens", THINKING | {"eos_token_id": 12, "min_new_tokens": 4}),
+    ("max_denoising_steps", THINKING | {"max_denoising_steps": 4}),
+    ("min_new_tokens", {"min_new_tokens": 6}),
+    ("max_length", {"max_length": 30}),
+    ("temperature", {"temperature": 1e-39, "do_sample": True}),
+]
+
+
+@pytest.mark.parametrize("name, fields", SENSELESS, ids=[f"{name} {fields}" for name, fields in SENSELESS])
+@pytest.mark.parametrize("through", ["arguments", "a config"])
+def test_what_a_model_cannot_do_or_cannot_have_together_is_refused(model, name, fields, through):
+    fields = {"max_new_tokens": 5} | fields
+    with refused(name):
+        if through == "arguments":
+            model.generate(IDS, **fields)
+        else:
+            model.generate(IDS, CloverGenerationConfig(**fields))
+
+
+def test_a_config_that_was_copied_from_the_models_own_may_choose_another_decoding(model):
+    """What the model's own config says of block diffusion does not stand in the way."""
+    from clover.options_clover import refuse_contradictions
+
+    own = copy.deepcopy(model.generation_config)
+    own.threshold, own.decoding = 0.4, "autoregressive"
+    refuse_contradictions(own, {"decoding": "autoregressive"}, {})
+    with refused("threshold", "autoregressive"):
+        refuse_contradictions(own, {"decoding": "autoregressive", "threshold": 0.4}, {})
+
+
+def test_a_tokenizer_that_is_none_is_refused(model):
+    with refused("tokenizer"):
+        model.generate(IDS, max_new_tokens=5, stop_strings=["x"], tokenizer=3)

@@ -76,8 +76,20 @@ def test_max_length_counts_the_prompt(model):
     assert model.generate(padded, max_length=20, threshold=0.4).shape == (1, 20)
 
 
-def test_max_new_tokens_wins_over_max_length(model):
-    assert model.generate(IDS, max_length=20, max_new_tokens=3).shape == (1, 14)
+def test_max_length_and_max_new_tokens_are_one_limit_with_the_one_precedence(model):
+    """Whichever of the two an argument gives wins over whichever of the two a config gives."""
+    with pytest.raises(ValueError, match="`max_length` is 20.*`max_new_tokens`"):
+        model.generate(IDS, max_length=20, max_new_tokens=3)
+    with pytest.raises(ValueError, match="`max_length` is 20.*`max_new_tokens`"):
+        model.generate(IDS, CloverGenerationConfig(max_length=20, max_new_tokens=3))
+    for config in (CloverGenerationConfig(max_length=20), CloverGenerationConfig(max_new_tokens=9)):
+        assert model.generate(IDS, config).shape == (1, 20)
+        assert model.generate(IDS, config, max_new_tokens=3).shape == (1, 14)
+        assert model.generate(IDS, config, max_length=15).shape == (1, 15)
+    model.generation_config.max_new_tokens = 5
+    assert model.generate(IDS).shape == (1, 16)
+    assert model.generate(IDS, max_length=20).shape == (1, 20)
+    assert model.generate(IDS, CloverGenerationConfig(max_length=20)).shape == (1, 20)
 
 
 def test_a_whole_context_may_be_filled_exactly():
@@ -120,6 +132,14 @@ def test_a_clover_generation_config_is_saved_and_loaded_with_all_its_fields(tmp_
     plain = GenerationConfig.from_pretrained(tmp_path)
     assert FIELDS.items() <= plain.to_dict().items()
     assert CloverGenerationConfig.from_dict(plain.to_dict()) == loaded
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_config_of_temperature_0_is_saved_and_greedy(model, tmp_path, do_sample):
+    CloverGenerationConfig(temperature=0.0, do_sample=do_sample).save_pretrained(tmp_path)
+    loaded = CloverGenerationConfig.from_pretrained(tmp_path)
+    assert loaded.temperature == 0
+    assert torch.equal(model.generate(IDS, loaded, max_new_tokens=9), model.generate(IDS, max_new_tokens=9))
 
 
 def test_the_fields_survive_a_models_save_and_load_and_take_effect(tmp_path):
@@ -205,3 +225,10 @@ def test_none_is_the_default():
     for name in names:
         assert steps(model, max_new_tokens=17, **{name: None}) == expected
     assert steps(model, max_new_tokens=17, **dict.fromkeys(names)) == expected
+
+
+@pytest.mark.parametrize("decoding", ["low_confidence", "self_speculative", "autoregressive"])
+def test_an_empty_list_of_end_tokens_is_none(decoding):
+    model, options = draw(pad_token_id=None), {"attention_mask": torch.ones_like(IDS), "decoding": decoding}
+    out = model.generate(IDS, eos_token_id=[], max_new_tokens=9, **options)
+    assert torch.equal(out, model.generate(IDS, max_new_tokens=9, **options))

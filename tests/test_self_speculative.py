@@ -1,5 +1,7 @@
 """`decoding="self_speculative"`: the autoregressive text, drafted by denoising and verified causally."""
 
+from threading import Thread
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -159,7 +161,32 @@ def test_options_of_block_diffusion_are_refused(model, name, value):
         write(model, [prompt(5)], **{name: value})
 
 
-@pytest.mark.parametrize("name, value", [("draft_steps", 1), ("draft_threshold", 0.5)])
+@pytest.mark.parametrize("name, value", [("draft_steps", 1), ("draft_threshold", 0.6)])
 def test_options_of_drafts_are_refused_elsewhere(model, name, value):
     with pytest.raises(ValueError, match=f"`{name}`.*low_confidence"):
         write(model, [prompt(5)], "low_confidence", **{name: value})
+
+
+def test_threads_share_a_model_and_no_states(model):
+    """Autoregressive passes of other threads, too, run through the modules that a verifying pass looks into."""
+    texts = [prompt(length, seed) for seed, length in enumerate((3, 9, 14))]
+    expected, found = [write(model, [text]).tolist() for text in texts], {}
+
+    def work(i):
+        found[i] = [write(model, [texts[i]]).tolist() for _ in range(4)]
+
+    def disturb():
+        while len(found) < len(texts):
+            write(model, [prompt(8)], "autoregressive", pad_token_id=0)
+
+    threads = [Thread(target=work, args=(i,)) for i in range(len(texts))] + [Thread(target=disturb)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == {i: [expected[i]] * 4 for i in range(len(texts))}
+
+
+def test_min_new_tokens_warns_of_nothing(model, caplog):
+    write(model, [prompt(5)], min_new_tokens=6, eos_token_id=3)
+    assert not caplog.records

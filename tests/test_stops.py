@@ -154,3 +154,16 @@ def test_a_failing_criterion_leaves_the_model_as_it_was(model):
 def test_what_can_end_nothing_is_refused(model, name, value, message):
     with pytest.raises(ValueError, match=f"`{message}`"):
         write(model, [prompt(5)], **{name: value})
+
+
+def test_the_last_step_tells_that_the_time_is_over(model):
+    wait = lambda row, step, block: time.sleep(0.02)  # noqa: E731
+    for options in ({"decoding": "low_confidence"}, {"decoding": "self_speculative", "threshold": None}):
+        out = write(model, [prompt(5)], max_time=0.05, callback=wait, output_trace=True, **options)
+        assert [step.finish_reason for step in out.trace[0]] == [None] * (len(out.trace[0]) - 1) + ["time"]
+
+
+@pytest.mark.parametrize("verdict", [None, torch.tensor([True, False]), "yes"])
+def test_a_criterion_that_says_neither_yes_nor_no_is_an_error(model, verdict):
+    with pytest.raises(ValueError, match="`stopping_criteria`.*true or false"):
+        write(model, [prompt(5)], stopping_criteria=[lambda ids, scores: verdict])

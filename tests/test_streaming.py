@@ -160,6 +160,18 @@ def test_an_exception_in_a_streamer_leaves_the_model_usable(model):
     assert torch.equal(write(model, prompt(5)), before)
 
 
+def test_who_waits_for_the_text_is_let_go_when_something_fails(model):
+    """Whoever iterates over a TextIteratorStreamer in another thread would wait for ever."""
+
+    def fails(row, step, block):
+        raise RuntimeError("the user's")
+
+    ended = Recorder()
+    with pytest.raises(RuntimeError, match="the user's"):
+        write(model, prompt(5), streamer=ended, callback=fails)
+    assert ended.events[-1][0] == "end"
+
+
 def test_a_streamer_for_several_answers_is_refused(model):
     with pytest.raises(ValueError, match="`streamer`.*2 answers"):
         model.generate(**left_padded([prompt(5), prompt(6)]), max_new_tokens=4, streamer=Recorder())

@@ -45,7 +45,7 @@ class Recipe:
     warmup: int = 200  # steps
     decay: float = 0.6  # share of the steps over which the rate falls linearly to zero
     causal_weight: float = 0.5
-    complementary: bool = False
+    complementary: bool = True  # each noisy block twice, what is masked and what is not exchanged
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> CloverConfig:
