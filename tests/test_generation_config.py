@@ -9,6 +9,7 @@ from small_clover import draw, prompt, small_clover
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from clover import CloverGenerationConfig
+from clover.options_clover import BLOCK_FIELDS
 
 IDS = torch.tensor([prompt(11)])
 FIELDS = {
@@ -232,3 +233,61 @@ def test_an_empty_list_of_end_tokens_is_none(decoding):
     model, options = draw(pad_token_id=None), {"attention_mask": torch.ones_like(IDS), "decoding": decoding}
     out = model.generate(IDS, eos_token_id=[], max_new_tokens=9, **options)
     assert torch.equal(out, model.generate(IDS, max_new_tokens=9, **options))
+
+
+EVERY_FIELD = {
+    "decoding": "low_confidence",
+    "block_size": 4,
+    "threshold": 0.35,
+    "max_denoising_steps": 3,
+    "expert_coreset_top_p": 0.5,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.5,
+    "stop_ramp": {"start": 2, "slope": 0.5, "max": 3.0},
+    "think_end_ramp": {"start": 1, "slope": 0.25, "max": 2.0},
+    "think_start_token_id": 11,
+    "think_end_token_id": 12,
+    "repetition_penalty": 1.3,
+    "suppress_tokens": [5, 6],
+    "bad_words_ids": [[7]],
+    "min_new_tokens": 3,
+    "max_new_tokens": 17,
+    "eos_token_id": [3, 4],
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.01,
+}
+ELSEWHERE = {"output_trace", "max_thinking_tokens", "draft_threshold", "draft_steps"}  # which contradict those
+
+
+def test_every_field_means_the_same_in_a_file_in_a_config_and_as_an_argument(tmp_path):
+    assert set(BLOCK_FIELDS) <= set(EVERY_FIELD) | ELSEWHERE
+    draw().save_pretrained(tmp_path)
+    CloverGenerationConfig(pad_token_id=0, **EVERY_FIELD).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    texts = []
+    for model, given in (
+        (loaded, {}),
+        (small_clover(), {"generation_config": CloverGenerationConfig(**EVERY_FIELD)}),
+        (small_clover(), {"generation_config": CloverGenerationConfig.from_pretrained(tmp_path)}),
+        (small_clover(), EVERY_FIELD),
+    ):
+        torch.manual_seed(0)
+        texts.append(model.generate(IDS, **given).tolist())
+    assert all(text == texts[0] for text in texts)
+    torch.manual_seed(0)
+    assert small_clover().generate(IDS, **EVERY_FIELD | {"temperature": 1.7}).tolist() != texts[0]
+
+
+@pytest.mark.parametrize("fields", [{"draft_threshold": 0.9, "draft_steps": 3}, {"max_thinking_tokens": 3}])
+def test_so_do_the_fields_that_go_with_others(tmp_path, fields):
+    marks = {"think_start_token_id": 11, "think_end_token_id": 12}
+    fields = fields | ({"decoding": "self_speculative"} if "draft_steps" in fields else marks)
+    CloverGenerationConfig(**fields).save_pretrained(tmp_path)
+    loaded = CloverGenerationConfig.from_pretrained(tmp_path)
+    assert fields.items() <= loaded.to_dict().items()
+    text = torch.tensor([[*prompt(5), 11]])
+    expected = small_clover().generate(text, max_new_tokens=12, **fields)
+    assert torch.equal(small_clover().generate(text, loaded, max_new_tokens=12), expected)
