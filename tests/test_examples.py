@@ -70,7 +70,9 @@ def test_a_turn_goes_on_from_the_cache_of_the_one_before_it(loaded, chat):
     for turn, expected in zip(TURNS, answers(model, tokenizer, TURNS), strict=True):
         columns.clear()
         messages.append({"role": "user", "content": turn})
-        text, caches, out = chat.answer(model, tokenizer, messages, caches, max_new_tokens=256)
+        text, caches, out = chat.answer(
+            model, tokenizer, chat.prompt_of(tokenizer, messages), caches, max_new_tokens=256
+        )
         assert text == expected
         messages.append({"role": "assistant", "content": text})
     hook.remove()
@@ -79,11 +81,11 @@ def test_a_turn_goes_on_from_the_cache_of_the_one_before_it(loaded, chat):
 
 def test_a_cache_of_other_tokens_is_not_used(loaded, chat):
     model, tokenizer = loaded
-    _, caches, _ = chat.answer(model, tokenizer, [{"role": "user", "content": TURNS[2] + " " + TURNS[1]}], None)
-    other = [{"role": "user", "content": TURNS[0]}]
-    prompt = tokenizer.apply_chat_template(other, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    longer = [{"role": "user", "content": TURNS[2] + " " + TURNS[1]}]
+    _, caches, _ = chat.answer(model, tokenizer, chat.prompt_of(tokenizer, longer), None)
+    prompt = chat.prompt_of(tokenizer, [{"role": "user", "content": TURNS[0]}])
     assert chat.fitting(caches, prompt["input_ids"]) is None
-    assert chat.answer(model, tokenizer, other, caches)[0] == answers(model, tokenizer, TURNS[:1])[0]
+    assert chat.answer(model, tokenizer, prompt, caches)[0] == answers(model, tokenizer, TURNS[:1])[0]
     assert torch.equal(prompt["input_ids"][0, :1], caches[0].ids[0, :1])
 
 
@@ -105,6 +107,59 @@ def test_on_a_terminal_drafts_are_shown_and_erased():
             break
         printed += piece
     assert done.wait() == 0
-    assert printed.count(b"\0337") == printed.count(b"\0338\033[J") > 5
+    assert printed.count(b"\0337") == printed.count(b"\0338\033[K") > 5
     assert "·".encode() in printed
-    assert b"12 kg = 12000 g" in re.sub(rb"\0337.*?\0338\033\[J", b"", printed, flags=re.DOTALL)
+    assert b"12 kg = 12000 g" in re.sub(rb"\0337.*?\0338\033\[K", b"", printed, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("columns", [5, 12, 30, 200])
+def test_a_draft_stays_on_its_line_and_shows_the_word_that_is_not_whole_yet(loaded, chat, columns, monkeypatch, capsys):
+    model, tokenizer = loaded
+    monkeypatch.setenv("COLUMNS", str(columns))
+    streamer = chat.DraftStreamer(tokenizer, model.config.mask_token_id, drafts=True)
+    prompt = chat.prompt_of(tokenizer, [{"role": "user", "content": TURNS[1]}])
+    chat.answer(model, tokenizer, prompt, None, streamer=streamer, threshold=1.0)
+    printed = capsys.readouterr().out
+    settled, longest = "", 0
+    for piece in re.split("(\0337.*?\0338\033\\[K)", printed, flags=re.DOTALL):
+        if piece.startswith("\0337"):
+            draft = re.sub("\033(7|8|\\[2m|\\[0m|\\[K)", "", piece)
+            column = len(settled.rsplit("\n", 1)[-1])
+            column = column if column <= columns else (column - 1) % columns + 1
+            assert "\n" not in draft
+            assert column + len(draft) <= max(columns - 1, column)
+            longest = max(longest, len(draft))
+        else:
+            settled += piece
+    assert settled.strip() == answers(model, tokenizer, TURNS[1:2])[0].strip()
+    assert longest >= min(columns - 1, 10)
+
+
+def test_wide_and_combining_characters_are_counted_as_terminals_do(chat):
+    assert chat.cut("日本語", 5) == "日本"
+    assert chat.cut("e\u0301e\u0301", 1) == "e\u0301"
+    assert chat.cut("abc", 0) == ""
+
+
+def test_a_conversation_that_fills_the_context_says_so_and_goes_on(loaded):
+    """A prompt that leaves room for less than --max-new-tokens is answered in that room."""
+    _, tokenizer = loaded
+    tokens = len(tokenizer(TURNS[0] + " ")["input_ids"])
+    nearly, full = (" ".join(TURNS[:1] * (room // tokens)) for room in (900, 1100))
+    printed = run(stdin="\n".join([full, nearly, "/reset", TURNS[0]]))
+    said, tight, last, rest = printed.split("]\n\n")
+    assert said == "  [the conversation has filled the context: /reset begins a new one"
+    assert "tokens per forward" in tight
+    assert last.startswith("12 kg = 12000 g\n  [")
+    assert rest == ""
+
+
+def test_a_conversation_with_thinking_goes_on_from_its_cache(loaded, chat):
+    model, tokenizer = loaded
+    messages = [{"role": "user", "content": "What is 482 + 377?"}]
+    text, caches, _ = chat.answer(model, tokenizer, chat.prompt_of(tokenizer, messages), None)
+    assert "<think>" in text
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": TURNS[0]}]
+    prompt = chat.prompt_of(tokenizer, messages)
+    assert chat.fitting(caches, prompt["input_ids"]) is caches
+    assert chat.answer(model, tokenizer, prompt, caches)[0] == chat.answer(model, tokenizer, prompt, None)[0]
