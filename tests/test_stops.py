@@ -167,3 +167,19 @@ def test_the_last_step_tells_that_the_time_is_over(model):
 def test_a_criterion_that_says_neither_yes_nor_no_is_an_error(model, verdict):
     with pytest.raises(ValueError, match="`stopping_criteria`.*true or false"):
         write(model, [prompt(5)], stopping_criteria=[lambda ids, scores: verdict])
+
+
+def test_an_end_that_is_banned_never_comes_and_one_that_is_made_unlikely_comes_later(model):
+    """Block-diffusion models tend to be too sure of the end; the usual means against that work here too."""
+    eos = answer(write(model, [prompt(5)]), 5)[6]
+    early = write(model, [prompt(5)], eos_token_id=eos)
+    assert early.finish_reason == ["stop"]
+
+    def unlikely(ids, scores):
+        scores[:, eos] -= 1e4
+        return scores
+
+    for options in ({"suppress_tokens": [eos]}, {"logits_processor": [unlikely]}, {"min_new_tokens": 30}):
+        out = write(model, [prompt(5)], eos_token_id=eos, **options)
+        assert len(answer(out, 5)) == 30 > len(answer(early, 5))
+        assert eos not in answer(out, 5)[:-1]
