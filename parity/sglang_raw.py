@@ -1,0 +1,96 @@
+"""Raw recordings of SGLang's engine, as its observing plugin and a script write them, made into logs.
+
+A recording is one JSON object: versions, `engine_args`, `algorithm_config`, `runs` (request and response each, a batch
+named as "batch of requests 1 and 2") and `steps`, the events of the plugin in the order in which they happened.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from .fingerprint import fingerprint
+from .log import Commit, Header, Log, Request, Step
+
+
+def convert(raw: dict, model: Path) -> Log:
+    """The log of a raw recording.
+
+    Args:
+        raw: the recording. model: the checkpoint that SGLang ran, for its fingerprint and end tokens.
+    Raises:
+        ValueError: something is missing or does not fit together; nothing of a recording is left out in silence.
+    """
+    try:
+        events = [event for event in raw["steps"] if event["event"] == "step"]
+        requests, ids = _requests(raw["runs"])
+        header = _header(raw, model, {event["mask_id"] for event in events})
+    except KeyError as error:
+        raise ValueError(f"the recording has no {error}") from None
+    log, counts = Log(header, requests, [], []), {}
+    for number, event in enumerate(events):
+        for row, name in enumerate(event["rids"]):
+            if name not in ids:
+                raise ValueError(f"step {number} is of request {name!r}, which no response has")
+            _add(log, ids[name], {key: event[key][row] for key in PER_ROW}, header.model["mask_token_id"], counts)
+    return log
+
+
+PER_ROW = ("positions", "block_in", "block_out", "argmax", "confidence", "argmax_margin")
+
+
+def _requests(runs: list[dict]) -> tuple[list[Request], dict[str, int]]:
+    """The requests in order, and their numbers by SGLang's ids."""
+    requests, ids = [], {}
+    for run in runs:
+        asked, answered = run["request"], run["response"]
+        if isinstance(asked, str):  # a batch of what was asked alone before
+            asked = [runs[int(number)]["request"] for number in re.findall(r"\d+", asked)]
+        pairs = zip(asked, answered, strict=True) if isinstance(asked, list) else [(asked, answered)]
+        for one, response in pairs:
+            ids[response["meta_info"]["id"]] = len(requests)
+            reason = response["meta_info"]["finish_reason"]["type"]
+            prompt, sampling, output = one["input_ids"], one["sampling_params"], response["output_ids"]
+            requests.append(Request(len(requests), prompt, sampling, output, reason))
+    return requests, ids
+
+
+def _header(raw: dict, model: Path, masks: set[int]) -> Header:
+    if len(masks) != 1:
+        raise ValueError(f"the recording has the mask tokens {sorted(masks)}, but must have one")
+    config = json.loads((model / "config.json").read_text())
+    eos = config.get("eos_token_id")
+    arguments = dict(raw["engine_args"])
+    return Header(
+        engine={"name": "sglang"}
+        | {name: raw[name] for name in ("torch", "transformers")}
+        | {"version": raw["sglang"]},
+        model={
+            "architectures": config["architectures"],
+            "fingerprint": fingerprint(model),
+            "mask_token_id": masks.pop(),
+            "eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos],
+        },
+        algorithm={"name": arguments["dllm_algorithm"]} | raw["algorithm_config"],
+        dtype=arguments["dtype"],
+        backend={"attention": arguments["attention_backend"], "device": arguments["device"]},
+        seed=arguments["random_seed"],
+        notes={"engine_args": arguments},
+    )
+
+
+def _add(log: Log, request: int, row: dict, mask: int, counts: dict[tuple[int, int], int]) -> None:
+    """Adds what happened to one row in one step: a pass with nothing masked only stored the block."""
+    size, start = log.header.algorithm["block_size"], row["positions"][0]
+    block, prompt = start // size, len(log.requests[request].prompt)
+    # A mask token of the prompt itself is text: SGLang protects it.
+    masked = [token == mask and start + i >= prompt for i, token in enumerate(row["block_in"])]
+    if not any(masked):
+        log.commits.append(Commit(request, block, start, row["block_in"]))
+        return
+    step = counts.get((request, block), 0)
+    counts[request, block] = step + 1
+    hidden = [
+        [value if is_masked else None for value, is_masked in zip(row[key], masked, strict=True)]
+        for key in ("argmax", "confidence", "argmax_margin")
+    ]
+    log.steps.append(Step(request, block, step, start, row["block_in"], row["block_out"], *hidden))

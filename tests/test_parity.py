@@ -1,0 +1,255 @@
+"""The parity package: logs are read strictly, a replay finds what diverges and tells noise from a fault."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_sdar import write_tiny_sdar
+
+from clover.parity.fingerprint import fingerprint
+from clover.parity.log import read_log, write_log
+from clover.parity.models import open_model
+from clover.parity.replay import replay
+from clover.parity.sglang_raw import convert
+
+ROOT = Path(__file__).parents[1]
+LOGS = sorted((ROOT / "parity" / "logs").glob("sglang-*-sdar-*.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_sdar(tmp_path_factory.mktemp("sdar"))
+
+
+@pytest.fixture
+def log():
+    return read_log(LOGS[0])
+
+
+def replayed(folder: Path, log):
+    return replay(log, open_model(folder, log.header.algorithm["block_size"]))
+
+
+def up_to(log, last):
+    """The log with one step replaced, and of its request the later ones gone: they followed from the other one."""
+    place = (last.block, last.step)
+    kept = [s for s in log.steps if s.request != last.request or (s.block, s.step) < place]
+    return replace(log, steps=[*kept, last])
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "clover.parity", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_a_log_is_the_same_after_writing_and_reading(path, tmp_path):
+    log = read_log(path)
+    write_log(tmp_path / "log.jsonl", log)
+    assert read_log(tmp_path / "log.jsonl") == log
+    assert (tmp_path / "log.jsonl").read_text() == path.read_text()
+
+
+def changed(line: str, **changes) -> str:
+    entry = json.loads(line) | changes
+    return json.dumps({name: value for name, value in entry.items() if value is not ...}) + "\n"
+
+
+MALFORMED = {
+    "no JSON": (3, lambda line: line[:-9] + "\n", "no JSON"),
+    "no object": (2, lambda line: "[1]\n", "`type` is \\[1\\]"),
+    "an unknown kind": (2, lambda line: changed(line, type="x"), "`type` is 'x'.*header, request, step, commit"),
+    "another version": (1, lambda line: changed(line, version=2), "2\\), but must be \\('clover-parity', 1\\)"),
+    "another format": (1, lambda line: changed(line, format="x"), "'x'"),
+    "no header": (1, lambda line: "", "request before the header"),
+    "two headers": (2, lambda line: json.dumps({"type": "header"}) + "\n", "second header"),
+    "a field missing": (2, lambda line: changed(line, prompt=...), "'prompt'"),
+    "an unknown field": (2, lambda line: changed(line, color=1), "`color`"),
+    "a wrong type": (2, lambda line: changed(line, prompt=["x"]), "`prompt`"),
+    "a truth for a number": (2, lambda line: changed(line, prompt=[True]), "`prompt`"),
+    "no budget": (2, lambda line: changed(line, sampling={}), "max_new_tokens"),
+    "requests out of order": (2, lambda line: changed(line, request=4), "`request` is 4, but must be 0"),
+    "a step of no request": (3, lambda line: changed(line, request=7), "`request` is 7"),
+    "a short block": (3, lambda line: changed(line, after=[1]), "`after` has 1 entries"),
+    "a block elsewhere": (3, lambda line: changed(line, start=2), "`start` is 2"),
+    "a step that does not follow": (5, lambda line: changed(line, before=[1] * 4), "`before` is .*the step before it"),
+    "a step left out": (4, lambda line: changed(line, step=5), "`step` is 5, but must be"),
+    "a confidence where nothing is masked": (3, lambda line: changed(line, confidences=[0.5] * 4), "`confidences`"),
+    "a clean token changed": (3, lambda line: changed(line, after=[1] * 4), "`after` has another token"),
+    "a header without a model": (1, lambda line: changed(line, model={}), "`model` .*`architectures`"),
+    "an algorithm without a threshold": (
+        1,
+        lambda line: changed(line, algorithm={"name": "LowConfidence", "block_size": 4}),
+        "`threshold`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_line_is_refused_with_its_number(name, tmp_path):
+    number, change, message = MALFORMED[name]
+    lines = LOGS[0].read_text().splitlines(keepends=True)
+    lines[number - 1] = change(lines[number - 1])
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError, match=f"log.jsonl, line {number}: .*{message}"):
+        read_log(path)
+
+
+def test_an_empty_file_is_no_log(tmp_path):
+    (tmp_path / "log.jsonl").write_text("")
+    with pytest.raises(ValueError, match="line 1: the file is empty"):
+        read_log(tmp_path / "log.jsonl")
+
+
+def test_a_fingerprint_changes_with_a_weight_and_a_config_and_not_with_how_it_is_loaded(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for name, fields in {"same": {"dtype": "bfloat16"}, "other": {"rms_norm_eps": 1e-5}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").symlink_to(folder / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config | fields))
+    assert fingerprint(tmp_path / "same") == fingerprint(folder) != fingerprint(tmp_path / "other")
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "same" / "model.safetensors").unlink()
+    (tmp_path / "same" / "model.safetensors").write_bytes(weights)
+    assert fingerprint(tmp_path / "same") != fingerprint(folder)
+
+
+# ---- replays ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_a_genuine_sglang_log_replays_equal_in_every_request_and_step(path, folder):
+    log = read_log(path)
+    report = replayed(folder, log)
+    assert report.requests_equal == report.requests == len(log.requests) == 9
+    assert report.steps_equal == len(report.comparisons) == len(log.steps) - report.not_replayed > 50
+    assert not report.divergences
+    assert max(report.differences) < 1e-3
+
+
+def test_another_threshold_is_found_to_be_another_algorithm_and_later_blocks_still_count(folder, log):
+    """As if our loop accepted from 0.5 on."""
+    report = replayed(
+        folder, replace(log, header=replace(log.header, algorithm=log.header.algorithm | {"threshold": 0.5}))
+    )
+    assert {divergence.kind for divergence in report.divergences} == {"acceptance"}
+    assert report.algorithmic
+    assert len(report.comparisons) == len(log.steps) - report.not_replayed
+
+
+def test_a_decision_closer_than_the_noise_is_numerical_and_one_that_is_not_is_algorithmic(folder, log):
+    """A logged confidence moved over the threshold, as noise would, by more and by less than the paths differ."""
+    step = next(s for s in log.steps if sum(a != b for a, b in zip(s.before, s.after, strict=True)) > 1)
+    i = max((c, i) for i, c in enumerate(step.confidences) if c is not None and c > 0.6)[1]
+    noise = max(replayed(folder, log).differences)
+    for margin, verdict in ((noise / 10, "numerical"), (0.3, "algorithmic")):
+        confidences, after = list(step.confidences), list(step.after)
+        confidences[i], after[i] = 0.6 - margin, step.before[i]
+        first = replayed(folder, up_to(log, replace(step, confidences=confidences, after=after))).divergences[0]
+        assert (first.request, first.block, first.step) == (step.request, step.block, step.step)
+        assert (first.position, first.kind, first.verdict) == (step.start + i, "acceptance", verdict)
+
+
+def test_another_token_is_algorithmic_unless_the_two_were_nearly_equal(folder, log):
+    step = log.steps[4]
+    i = next(i for i, (a, b) in enumerate(zip(step.before, step.after, strict=True)) if a != b)
+    for margin, verdict in ((1e-9, "numerical"), (3.0, "algorithmic")):
+        tokens, after, margins = list(step.tokens), list(step.after), list(step.margins)
+        tokens[i] = after[i] = 160 if tokens[i] != 160 else 161
+        margins[i] = margin
+        report = replayed(folder, up_to(log, replace(step, tokens=tokens, after=after, margins=margins)))
+        assert (report.divergences[0].kind, report.divergences[0].verdict) == ("token", verdict)
+        assert report.divergences[0].position == step.start + i
+
+
+def test_another_end_is_algorithmic(folder, log):
+    requests = [replace(log.requests[0], finish_reason="stop"), *log.requests[1:]]
+    report = replayed(folder, replace(log, requests=requests))
+    assert [(d.request, d.kind, d.verdict) for d in report.divergences] == [(0, "finish", "algorithmic")]
+    assert report.requests_equal == 8
+
+
+def test_a_log_without_steps_and_one_of_another_algorithm_are_refused(folder, log):
+    with pytest.raises(ValueError, match="no steps"):
+        replayed(folder, replace(log, steps=[]))
+    header = replace(log.header, algorithm=log.header.algorithm | {"name": "JointThreshold"})
+    with pytest.raises(ValueError, match="JointThreshold"):
+        replayed(folder, replace(log, header=header))
+
+
+def test_the_command_replays_a_log_and_exits_with_1_where_the_algorithms_differ(folder, log, tmp_path):
+    done = command("replay", LOGS[0], "--model", folder)
+    assert done.returncode == 0, done.stderr
+    assert "requests equal: 9 of 9\nsteps equal: 89 of 89" in done.stdout
+    other = replace(log, header=replace(log.header, algorithm=log.header.algorithm | {"threshold": 0.5}))
+    write_log(tmp_path / "log.jsonl", other)
+    done = command("replay", tmp_path / "log.jsonl", "--model", folder)
+    assert done.returncode == 1
+    assert "algorithmic: request" in done.stdout
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((ROOT / "checkpoints/clover-tiny/model.safetensors").read_bytes())
+    done = command("replay", LOGS[0], "--model", tmp_path)
+    assert done.returncode == 2
+    assert "fingerprint" in done.stderr
+
+
+# ---- raw recordings --------------------------------------------------------------------------------------------------
+
+RID = {"meta_info": {"id": "a", "finish_reason": {"type": "length", "length": 3}}, "output_ids": [7, 8, 9]}
+EVENT = {
+    "event": "step",
+    "mask_id": 99,
+    "rids": ["a"],
+    "positions": [[0, 1, 2, 3]],
+    "block_in": [[5, 99, 99, 99]],
+    "block_out": [[5, 7, 99, 9]],
+    "argmax": [[5, 7, 6, 9]],
+    "confidence": [[0.1, 0.7, 0.2, 0.9]],
+    "argmax_margin": [[1.0, 2.0, 0.5, 3.0]],
+}
+RAW = {
+    "sglang": "0.5.23",
+    "torch": "2.13.0",
+    "transformers": "5.19.0",
+    "engine_args": {
+        "dllm_algorithm": "LowConfidence",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "device": "cpu",
+        "random_seed": 0,
+    },
+    "algorithm_config": {"threshold": 0.6, "block_size": 4},
+    "runs": [{"request": {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}, "response": RID}],
+    "steps": [EVENT, EVENT | {"block_in": [[5, 7, 8, 9]], "block_out": [[5, 7, 8, 9]]}, {"event": "result"}],
+}
+
+
+def test_a_raw_recording_becomes_requests_steps_and_commits(folder):
+    log = convert(RAW, folder)
+    assert [(r.prompt, r.output, r.finish_reason) for r in log.requests] == [([5], [7, 8, 9], "length")]
+    (step,), (commit,) = log.steps, log.commits
+    assert (step.block, step.step, step.before, step.after) == (0, 0, [5, 99, 99, 99], [5, 7, 99, 9])
+    assert (step.tokens, step.confidences) == ([None, 7, 6, 9], [None, 0.7, 0.2, 0.9])
+    assert step.margins == [None, 2.0, 0.5, 3.0]
+    assert (commit.block, commit.tokens) == (0, [5, 7, 8, 9])
+    assert log.header.model["fingerprint"] == fingerprint(folder)
+
+
+@pytest.mark.parametrize("name", ["sglang", "runs", "steps", "engine_args", "algorithm_config"])
+def test_a_recording_that_lacks_something_is_refused(name, folder):
+    with pytest.raises(ValueError, match=f"no '{name}'"):
+        convert({key: value for key, value in RAW.items() if key != name}, folder)
+
+
+def test_a_step_of_an_unknown_request_is_refused(folder):
+    with pytest.raises(ValueError, match="step 0 is of request 'b'"):
+        convert(RAW | {"steps": [EVENT | {"rids": ["b"]}]}, folder)
