@@ -1,9 +1,12 @@
 """Parity of SGLang's path and this one.
 
-    python -m clover.parity convert RAW LOG --model DIR
-    python -m clover.parity replay LOG --model DIR [--dtype float32] [--device cpu]
+    python -m clover.parity convert RAW LOG --model DIR          # a raw recording of SGLang's, as a log
+    python -m clover.parity replay LOG --model DIR [--report FILE.md]
+    python -m clover.parity record --url http://HOST:PORT --prompts FILE --model DIR --out LOG   # a running server
+    python -m clover.parity record-class LOG --model DIR         # SGLang's LowConfidence over a Clover, no server
+    python -m clover.parity drift                                # remakes parity/drift.md
 
-`replay` exits with 1 if a divergence is algorithmic.
+`replay` exits with 0 if both paths agree but for rounding, with 1 if not, with 2 if nothing could be compared.
 """
 
 import argparse
@@ -11,26 +14,17 @@ import json
 import sys
 from pathlib import Path
 
+from . import drift, record
 from .fingerprint import fingerprint
 from .log import Log, read_log, write_log
-from .models import open_model
-from .replay import Report, replay
+from .models import backend_of, open_model
+from .prompts import read_prompts
+from .replay import PLAUSIBLE, replay
+from .report import summary, versions, write_report
+from .sglang_class import record as record_class
 from .sglang_raw import convert
 
-
-def summary(report: Report) -> list[str]:
-    """What a replay found, in lines."""
-    steps, differences = len(report.comparisons), report.differences
-    mean = sum(differences) / max(1, len(differences))
-    lines = [
-        f"requests equal: {report.requests_equal} of {report.requests}",
-        f"steps equal: {report.steps_equal} of {steps} ({report.not_replayed} logged after an answer's end)",
-        f"confidence difference: worst {max(differences, default=0.0):.2e}, mean {mean:.2e}, of {len(differences)}",
-    ]
-    for d in report.divergences:
-        where = f"request {d.request}, block {d.block}, step {d.step}, position {d.position}"
-        lines.append(f"{d.verdict}: {where}: {d.kind} {d.ours} where {d.logged} is logged, decided by {d.margin:.2e}")
-    return lines
+HERE = Path(__file__).parent
 
 
 def check_model(log: Log, folder: Path) -> None:
@@ -40,33 +34,86 @@ def check_model(log: Log, folder: Path) -> None:
         raise ValueError(f"the log is of a model with the fingerprint {logged}, but {folder} has {found}")
 
 
+def run_convert(arguments: argparse.Namespace) -> int:
+    write_log(arguments.log, convert(json.loads(arguments.raw.read_text()), arguments.model))
+    return 0
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    log = read_log(arguments.log)
+    check_model(log, arguments.model)
+    model = opened(arguments, log.header.algorithm["block_size"])
+    report = replay(log, model, arguments.dtype, arguments.device)
+    if arguments.report:
+        write_report(arguments.report, log, report, versions() | {"dtype": arguments.dtype} | backend_of(model))
+    print("\n".join(summary(report)))
+    return 0 if report.is_explained else 1
+
+
+def run_record_class(arguments: argparse.Namespace) -> int:
+    model = opened(arguments, block_size=0)
+    prompts = read_prompts(arguments.prompts, arguments.model)
+    settings = {"threshold": arguments.threshold, "max_new_tokens": arguments.max_new_tokens}
+    log = record_class(arguments.model, model, prompts, backend=backend_of(model), progress=print, **settings)
+    write_log(arguments.log, log)
+    return 0
+
+
+def run_drift(arguments: argparse.Namespace) -> int:
+    drift.write(HERE / "drift.md", progress=print)
+    return 0
+
+
+def opened(arguments: argparse.Namespace, block_size: int):
+    options = {"attn_implementation": arguments.attention, "experts_implementation": arguments.experts}
+    options = {name: value for name, value in options.items() if value is not None}
+    return open_model(arguments.model, block_size, arguments.dtype, arguments.device, **options)
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", type=Path, required=True, help="the checkpoint's folder")
+    command.add_argument("--dtype", default="float32", choices=tuple(PLAUSIBLE))
+    command.add_argument("--device", default="cpu")
+    command.add_argument("--attention", help="attn_implementation: sdpa (the default), eager, ...")
+    command.add_argument("--experts", help="experts_implementation: grouped_mm (the default), eager, batched_mm, ...")
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(
+        prog="python -m clover.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = whole.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("convert", help="make a log of a raw SGLang recording")
+    command.add_argument("raw", type=Path)
+    command.add_argument("log", type=Path)
+    command.add_argument("--model", type=Path, required=True, help="the checkpoint that was recorded")
+    command.set_defaults(run=run_convert)
+    command = commands.add_parser("replay", help="run Clover's loop over a log's requests")
+    command.add_argument("log", type=Path)
+    add_model(command)
+    command.add_argument("--report", type=Path, help="write Markdown here, and a picture beside it")
+    command.set_defaults(run=run_replay)
+    command = commands.add_parser("record", help="record what a running SGLang server answers")
+    record.add_arguments(command)
+    command = commands.add_parser("record-class", help="record SGLang's LowConfidence class over a Clover")
+    command.add_argument("log", type=Path)
+    add_model(command)
+    command.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
+    command.add_argument("--threshold", type=float, default=0.95)
+    command.add_argument("--max-new-tokens", type=int, default=96)
+    command.set_defaults(run=run_record_class)
+    command = commands.add_parser("drift", help="replay every committed log in every way, and remake drift.md")
+    command.set_defaults(run=run_drift)
+    return whole
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    converting = commands.add_parser("convert", help="make a log of a raw SGLang recording")
-    converting.add_argument("raw", type=Path)
-    converting.add_argument("log", type=Path)
-    converting.add_argument("--model", type=Path, required=True, help="the checkpoint that was recorded")
-    replaying = commands.add_parser("replay", help="run Clover's loop over a log's requests")
-    replaying.add_argument("log", type=Path)
-    replaying.add_argument("--model", type=Path, required=True)
-    replaying.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    replaying.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     try:
-        if arguments.command == "convert":
-            write_log(arguments.log, convert(json.loads(arguments.raw.read_text()), arguments.model))
-            return 0
-        log = read_log(arguments.log)
-        check_model(log, arguments.model)
-        size = log.header.algorithm["block_size"]
-        model = open_model(arguments.model, size, arguments.dtype, arguments.device)
-        report = replay(log, model, arguments.device)
-    except (ValueError, OSError) as error:
+        return arguments.run(arguments)
+    except (ValueError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n".join(summary(report)))
-    return 1 if report.algorithmic else 0
 
 
 if __name__ == "__main__":

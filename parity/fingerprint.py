@@ -33,3 +33,14 @@ def fingerprint(folder: Path) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
     return "sha256:" + digest.hexdigest()
+
+
+def describe(folder: Path) -> dict:
+    """What a log's header says of a checkpoint, but for the mask token: architectures, fingerprint, end tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    eos = config.get("eos_token_id")
+    return {
+        "architectures": config["architectures"],
+        "fingerprint": fingerprint(folder),
+        "eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos],
+    }

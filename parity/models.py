@@ -30,3 +30,11 @@ def open_model(folder: Path, block_size: int, dtype: str = "float32", device: st
         sdar = Qwen3ForCausalLM.from_pretrained(folder, config=Qwen3Config(**fields), dtype=kind, **options)
         return UncachedSdar(sdar.to(device).eval(), block_size)
     raise ValueError(f"`architectures` is {sorted(names)}, but must name one of {sorted(CLOVER | SDAR)}.")
+
+
+def backend_of(model: BlockModel) -> dict[str, str]:
+    """What a model runs with: its implementations of attention and experts, and the device."""
+    inner = model.model if isinstance(model, UncachedSdar) else model
+    found = {"attention": inner.config._attn_implementation, "device": inner.device.type}
+    experts = getattr(inner.config, "_experts_implementation", None)
+    return found | ({"experts": experts} if experts else {})

@@ -6,16 +6,30 @@ it. Where nothing diverges, that is exactly what the loop would have done by its
 
 A divergence is *numerical* if the logged decision was closer than the two paths' measured noise: the worst difference
 between theirs and ours over all steps that are equal. Otherwise it is *algorithmic*: the paths do not compute the same
-thing. Noise is measured, not judged: a fault that changes every logit looks like much noise, so look at the worst
-difference too.
+thing. A fault that moves every logit must not pass as much noise, so noise counts only up to what rounding explains
+(`PLAUSIBLE`), and a difference beyond that is reported as such, whether or not a decision diverged.
+
+A log without steps (a server that shows none) can only be compared by its texts: the loop then runs freely, and a
+difference is *unexplained*.
 """
 
 from dataclasses import dataclass, field
 
 import torch
 
-from ..generation_clover import BlockModel, Choice, Ends, LowConfidence, block_diffusion
-from .log import Log, Step
+from ..generation_clover import Answer, BlockModel, Choice, Ends, LowConfidence, block_diffusion
+from .log import Log, Request, Step
+
+# The most that rounding explains, of a probability and of a distance between two logits: several times the worst that
+# `drift.md` lists for the type, and far below what a fault gives.
+PLAUSIBLE = {
+    "float32": {"acceptance": 0.01, "token": 0.1},
+    "float16": {"acceptance": 0.1, "token": 1.0},
+    "bfloat16": {"acceptance": 0.5, "token": 4.0},
+}
+
+
+ALGORITHMS = {"LowConfidence", "CloverLowConfidence"}  # the second is the first, with a pass of its own for commits
 
 
 @dataclass
@@ -27,11 +41,11 @@ class Divergence:
     block: int
     step: int
     position: int
-    kind: str  # "token", "acceptance", "finish" or "missing step"
+    kind: str  # "token", "acceptance", "finish", "text" or "missing step"
     logged: object
     ours: object
     margin: float
-    verdict: str = ""  # "numerical" or "algorithmic"
+    verdict: str = ""  # "numerical", "algorithmic" or "unexplained"
 
 
 @dataclass
@@ -47,6 +61,7 @@ class Comparison:
 
 @dataclass
 class Report:
+    plausible: dict[str, float]
     requests: int = 0
     requests_equal: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
@@ -62,7 +77,7 @@ class Report:
         return [abs(a - b) for comparison in self.comparisons for a, b in comparison.confidences]
 
     @property
-    def noise(self) -> dict[str, float]:
+    def measured(self) -> dict[str, float]:
         """The worst difference between the two paths in steps that are equal, of confidences and of logit margins."""
         equal = [comparison for comparison in self.comparisons if not comparison.diverged]
         confidences = [abs(a - b) for comparison in equal for a, b in comparison.confidences]
@@ -70,8 +85,28 @@ class Report:
         return {"acceptance": max(confidences, default=0.0), "token": max(margins, default=0.0)}
 
     @property
-    def algorithmic(self) -> list[Divergence]:
-        return [divergence for divergence in self.divergences if divergence.verdict == "algorithmic"]
+    def noise(self) -> dict[str, float]:
+        """As much of what is measured as rounding explains."""
+        return {kind: min(value, self.plausible[kind]) for kind, value in self.measured.items()}
+
+    @property
+    def implausible(self) -> dict[str, float]:
+        """What is measured and is more than rounding explains."""
+        return {kind: value for kind, value in self.measured.items() if value > self.plausible[kind]}
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the two paths differ by rounding alone."""
+        return not self.implausible and all(d.verdict == "numerical" for d in self.divergences)
+
+    def judge(self) -> None:
+        """Gives every divergence its verdict; all steps have to be in, for the noise is measured over them."""
+        for divergence in self.divergences:
+            if divergence.kind == "text":
+                divergence.verdict = "unexplained"
+            else:
+                close = divergence.margin < self.noise.get(divergence.kind, 0.0)
+                divergence.verdict = "numerical" if close else "algorithmic"
 
 
 class Watched:
@@ -131,40 +166,68 @@ def decided_by(step: Step, i: int, positions: list[int], threshold: float) -> fl
     return min(to_threshold, to_another)
 
 
-def replay(log: Log, model: BlockModel, device: torch.device | str = "cpu", **denoise_options) -> Report:
+@torch.no_grad()
+def replay(
+    log: Log, model: BlockModel, dtype: str = "float32", device: torch.device | str = "cpu", **denoise_options
+) -> Report:
     """Runs the loop over every logged request.
 
     Args:
         log: of greedy requests; see `log.py`. model: the logged model behind the loop's three verbs.
+        dtype: the model's, which with the log's says how much noise is plausible.
     Raises:
-        ValueError: the log holds no steps, or an algorithm that Clover's loop is not.
+        ValueError: an algorithm that Clover's loop is not, or a stop that needs the server's tokenizer.
     """
-    algorithm, header = log.header.algorithm, log.header
-    if algorithm.get("name") != "LowConfidence":
-        raise ValueError(f"the log is of {algorithm.get('name')!r}, but the loop is LowConfidence")
-    if log.requests and not log.steps:
-        raise ValueError("the log holds no steps: record it with the plugin, or compare the texts alone")
-    report, mask = Report(requests=len(log.requests)), header.model["mask_token_id"]
+    _check_that_it_can_be_replayed(log)
+    coarser = max((PLAUSIBLE[name] for name in (log.header.dtype, dtype)), key=lambda bounds: bounds["token"])
+    report = Report(coarser, requests=len(log.requests))
     for request in log.requests:
         before = len(report.divergences)
-        watched = Watched(LowConfidence(algorithm["threshold"], mask), log.steps_of(request.request), report)
-        eos = () if request.sampling.get("ignore_eos") else tuple(header.model["eos_token_ids"])
-        (answer,) = block_diffusion(
-            model,
-            [torch.tensor(request.prompt, device=device)],
-            watched,
-            block_size=algorithm["block_size"],
-            ends=Ends(request.sampling["max_new_tokens"], eos),
-            **denoise_options,
-        )
-        report.not_replayed += len(watched.steps) - watched.taken
-        ended = (answer.tokens, answer.finish_reason)
-        if ended != (request.output, request.finish_reason):
-            where = (request.request, -1, -1, len(request.prompt))
-            logged = (request.output, request.finish_reason)
-            report.divergences.append(Divergence(*where, "finish", logged, ended, float("inf")))
+        steps = log.steps_of(request.request)
+        choose = LowConfidence(log.header.algorithm["threshold"], log.header.model["mask_token_id"])
+        watched = Watched(choose, steps, report) if log.steps else choose
+        answer = _answer(log, request, model, watched, device, denoise_options)
+        if log.steps:
+            report.not_replayed += len(steps) - watched.taken
+        report.divergences += _differing_end(request, answer, "finish" if log.steps else "text")
         report.requests_equal += len(report.divergences) == before
-    for divergence in report.divergences:
-        noise = report.noise.get(divergence.kind, 0.0)
-        divergence.verdict = "numerical" if divergence.margin < noise else "algorithmic"
+    report.judge()
     return report
+
+
+def _check_that_it_can_be_replayed(log: Log) -> None:
+    name, dtype = log.header.algorithm["name"], log.header.dtype
+    if name not in ALGORITHMS:
+        raise ValueError(f"the log is of the algorithm {name!r}, but the loop is {' or '.join(sorted(ALGORITHMS))}")
+    if dtype not in PLAUSIBLE:
+        raise ValueError(f"the log's `dtype` is {dtype!r}, but must be one of {', '.join(PLAUSIBLE)}")
+    for request in log.requests:
+        for name in ("stop", "stop_regex", "min_new_tokens"):
+            if request.sampling.get(name):
+                value = request.sampling[name]
+                raise ValueError(f"request {request.request} has `{name}`: {value!r}, which a replay cannot follow")
+
+
+def _answer(log: Log, request: Request, model: BlockModel, choose, device, denoise_options: dict) -> Answer:
+    eos = [] if request.sampling.get("ignore_eos") else log.header.model["eos_token_ids"]
+    eos = (*eos, *(request.sampling.get("stop_token_ids") or []))
+    (answer,) = block_diffusion(
+        model,
+        [torch.tensor(request.prompt, device=device)],
+        choose,
+        block_size=log.header.algorithm["block_size"],
+        ends=Ends(request.sampling["max_new_tokens"], eos),
+        **denoise_options,
+    )
+    return answer
+
+
+def _differing_end(request: Request, answer: Answer, kind: str) -> list[Divergence]:
+    """What differs between the two answers as wholes; the position is that of the first token that does."""
+    logged, ours = (request.output, request.finish_reason), (answer.tokens, answer.finish_reason)
+    if logged == ours:
+        return []
+    pairs = enumerate(zip(request.output, answer.tokens, strict=False))
+    shorter = min(len(request.output), len(answer.tokens))
+    first = next((i for i, (a, b) in pairs if a != b), shorter)
+    return [Divergence(request.request, -1, -1, len(request.prompt) + first, kind, logged, ours, float("inf"))]

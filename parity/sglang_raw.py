@@ -4,11 +4,10 @@ A recording is one JSON object: versions, `engine_args`, `algorithm_config`, `ru
 named as "batch of requests 1 and 2") and `steps`, the events of the plugin in the order in which they happened.
 """
 
-import json
 import re
 from pathlib import Path
 
-from .fingerprint import fingerprint
+from .fingerprint import describe
 from .log import Commit, Header, Log, Request, Step
 
 
@@ -26,13 +25,19 @@ def convert(raw: dict, model: Path) -> Log:
         header = _header(raw, model, {event["mask_id"] for event in events})
     except KeyError as error:
         raise ValueError(f"the recording has no {error}") from None
-    log, counts = Log(header, requests, [], []), {}
+    log = Log(header, requests, [], [])
+    add_steps(log, events, ids)
+    return log
+
+
+def add_steps(log: Log, events: list[dict], ids: dict[str, int]) -> None:
+    """Adds what the plugin's events tell. `ids` has the requests' numbers by SGLang's ids."""
+    counts = {}
     for number, event in enumerate(events):
         for row, name in enumerate(event["rids"]):
             if name not in ids:
                 raise ValueError(f"step {number} is of request {name!r}, which no response has")
-            _add(log, ids[name], {key: event[key][row] for key in PER_ROW}, header.model["mask_token_id"], counts)
-    return log
+            _add(log, ids[name], {key: event[key][row] for key in PER_ROW}, log.header.model["mask_token_id"], counts)
 
 
 PER_ROW = ("positions", "block_in", "block_out", "argmax", "confidence", "argmax_margin")
@@ -57,19 +62,12 @@ def _requests(runs: list[dict]) -> tuple[list[Request], dict[str, int]]:
 def _header(raw: dict, model: Path, masks: set[int]) -> Header:
     if len(masks) != 1:
         raise ValueError(f"the recording has the mask tokens {sorted(masks)}, but must have one")
-    config = json.loads((model / "config.json").read_text())
-    eos = config.get("eos_token_id")
     arguments = dict(raw["engine_args"])
     return Header(
         engine={"name": "sglang"}
         | {name: raw[name] for name in ("torch", "transformers")}
         | {"version": raw["sglang"]},
-        model={
-            "architectures": config["architectures"],
-            "fingerprint": fingerprint(model),
-            "mask_token_id": masks.pop(),
-            "eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos],
-        },
+        model=describe(model) | {"mask_token_id": masks.pop()},
         algorithm={"name": arguments["dllm_algorithm"]} | raw["algorithm_config"],
         dtype=arguments["dtype"],
         backend={"attention": arguments["attention_backend"], "device": arguments["device"]},

@@ -1,0 +1,178 @@
+"""The drift between the path that was logged and this one, by dtype, backend, threshold and transformers version.
+
+`python -m clover.parity drift` replays every log of `logs/` in every way of `CASES` and remakes `drift.md`: the section
+of the installed transformers version is measured anew, those of others stay.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import transformers
+
+from .log import read_log
+from .models import open_model
+from .replay import Report, replay
+from .tiny_sdar import write_tiny_sdar
+
+HERE = Path(__file__).parent
+LOGS, TINY = HERE / "logs", HERE.parent / "checkpoints" / "clover-tiny"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One log, and how it is replayed."""
+
+    log: str
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    experts: str = "grouped_mm"
+
+
+CASES = (
+    Case("sglang-0.5.23-sdar-fdfo"),
+    Case("sglang-0.5.23-sdar-sync"),
+    Case("sglang-0.5.23-sdar-fdfo", "bfloat16"),
+    Case("clover-float32"),
+    Case("clover-float32", attention="eager", experts="eager"),
+    Case("clover-float32", experts="batched_mm"),
+    Case("clover-float32", "bfloat16"),
+    Case("clover-float32-threshold0.5"),
+    Case("clover-float32-threshold0.5", "bfloat16"),
+    Case("clover-float32-eager"),
+    Case("clover-bfloat16", "bfloat16"),
+    Case("clover-bfloat16", "bfloat16", attention="eager", experts="eager"),
+    Case("clover-bfloat16"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one replay measured; differences are of confidences and, last, of the two best logits' distance."""
+
+    requests_equal: int
+    requests: int
+    steps_equal: int
+    steps: int
+    numerical: int
+    algorithmic: int
+    worst: float
+    mean: float
+    worst_margin: float
+
+
+def row_of(report: Report) -> Row:
+    verdicts = [divergence.verdict for divergence in report.divergences]
+    differences = report.differences
+    return Row(
+        report.requests_equal,
+        report.requests,
+        report.steps_equal,
+        len(report.comparisons),
+        verdicts.count("numerical"),
+        verdicts.count("algorithmic"),
+        max(differences, default=0.0),
+        sum(differences) / max(1, len(differences)),
+        report.measured["token"],
+    )
+
+
+def measure(case: Case, sdar: Path) -> Row:
+    """Replays one case. `sdar` is the folder of the tiny SDAR (`write_tiny_sdar`)."""
+    log = read_log(LOGS / f"{case.log}.jsonl")
+    is_sdar = log.header.model["architectures"] == ["SDARForCausalLM"]
+    options = {"attn_implementation": case.attention}
+    if not is_sdar:
+        options["experts_implementation"] = case.experts
+    model = open_model(sdar if is_sdar else TINY, log.header.algorithm["block_size"], case.dtype, **options)
+    return row_of(replay(log, model, case.dtype))
+
+
+HEAD = (
+    "| log | logged in | threshold | replayed in | attention, experts | requests equal | steps equal "
+    "| numerical | algorithmic | worst | mean | worst of margins |"
+)
+TITLE = "## transformers "
+
+
+def line(case: Case, row: Row) -> str:
+    header = read_log(LOGS / f"{case.log}.jsonl").header
+    backend = header.backend
+    logged = ", ".join([header.dtype, *(backend[name] for name in ("attention", "experts") if name in backend)])
+    cells = [case.log, logged, header.algorithm["threshold"], case.dtype, f"{case.attention}, {case.experts}"]
+    cells += [f"{row.requests_equal} of {row.requests}", f"{row.steps_equal} of {row.steps}"]
+    cells += [row.numerical, row.algorithmic, f"{row.worst:.1e}", f"{row.mean:.1e}", f"{row.worst_margin:.1e}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def parse(text: str) -> dict[str, dict[Case, Row]]:
+    """The rows of a drift.md by transformers version and case."""
+    found: dict[str, dict[Case, Row]] = {}
+    for section in text.split(TITLE)[1:]:
+        version = found.setdefault(section.split()[0], {})
+        for cells in (re.split(r"\s*\|\s*", row.strip("| ")) for row in section.splitlines() if row.startswith("| ")):
+            if cells[0] == "log":
+                continue
+            case = Case(cells[0], cells[3], *cells[4].split(", "))
+            counts = [int(number) for cell in cells[5:9] for number in cell.split(" of ")]
+            version[case] = Row(*counts, *map(float, cells[9:12]))
+    return found
+
+
+INTRODUCTION = """# Drift
+
+How far two ways to run one model lie apart: what a log says, and what Clover's loop does with the same tokens through
+transformers on a CPU. Remade by `python -m clover.parity drift`. `sglang-...` logs are of SGLang's whole engine;
+`clover-...` logs are of SGLang's unmodified `LowConfidence` class over transformers' forward of `clover-tiny`, so what
+they show is what a dtype or another implementation does, not what SGLang's kernels do. All figures are of small
+models; none says anything of the 35B. *worst* and *mean*: differences of confidences where both name one token.
+*worst of margins*: of the distance between the two best logits, in steps that are equal.
+"""
+
+
+def write(path: Path, progress: Callable[[str], None] = lambda line: None) -> None:
+    """Measures every case with the installed transformers and puts its section into drift.md."""
+    lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
+    for case, row in measured():
+        lines.append(line(case, row))
+        progress(lines[-1])
+    old = path.read_text().split(TITLE)[1:] if path.exists() else []
+    sections = {section.split()[0]: section.split("\n", 1)[1].strip() for section in old}
+    sections[transformers.__version__] = f"torch {torch.__version__}, x86-64 CPU\n\n" + "\n".join(lines)
+    parts = [f"{TITLE}{version}\n\n{sections[version].strip()}\n" for version in sorted(sections)]
+    path.write_text("\n".join([INTRODUCTION, *parts]))
+
+
+def measured() -> Iterator[tuple[Case, Row]]:
+    with tempfile.TemporaryDirectory() as folder:
+        sdar = write_tiny_sdar(Path(folder))
+        for case in CASES:
+            yield case, measure(case, sdar)
+
+
+def grown(row: Row, committed: list[Row]) -> list[str]:
+    """What of a measured row is worse than every committed one allows, as sentences.
+
+    Another processor rounds otherwise, so a difference may be twice the committed one, and as many more divergences
+    may be numerical as one in fifty steps; no more may ever be algorithmic.
+    """
+    allowed = Row(*(max(getattr(c, f.name) for c in committed) for f in fields(Row)))
+    fewest = {name: min(getattr(c, name) for c in committed) for name in ("requests_equal", "steps_equal")}
+    limits = asdict(allowed)
+    limits |= {name: 2 * limits[name] + 1e-6 for name in ("worst", "mean")}
+    limits["worst_margin"] = 2 * limits["worst_margin"] + 1e-4
+    slack = row.steps // 50 if allowed.numerical else 0
+    limits["numerical"] += slack
+    found = [
+        f"{name} is {getattr(row, name)}, but drift.md allows {limits[name]}"
+        for name in ("worst", "mean", "worst_margin", "numerical", "algorithmic")
+        if getattr(row, name) > limits[name]
+    ]
+    return found + [
+        f"{name} is {getattr(row, name)}, but drift.md allows {least - slack}"
+        for name, least in fewest.items()
+        if getattr(row, name) < least - slack
+    ]
