@@ -183,10 +183,11 @@ def joined(stream: Iterable[dict], incremental: bool = False) -> dict:
 
 def raise_for(answer: dict) -> None:
     """Raises what a stream, whose status was sent long before, can only say in an event: an error, an abort."""
-    for found in (answer.get("error"), finish_of(answer)):
-        if found and (found is answer.get("error") or found.get("type") == "abort"):
-            status = (found.get("code") or found.get("status_code")) if isinstance(found, dict) else None
-            raise failure(status)(f"the server says {found}")
+    finish = finish_of(answer) or {}
+    error = answer.get("error") or (finish if finish.get("type") == "abort" else None)
+    if error:
+        status = (error.get("code") or error.get("status_code")) if isinstance(error, dict) else None
+        raise failure(status)(f"the server says {error}")
 
 
 def finish_of(answer: dict) -> dict | None:
