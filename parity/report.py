@@ -53,7 +53,8 @@ def write_report(path: Path, log: Log, report: Report, ours: dict) -> None:
     Raises:
         ImportError: there are steps to draw and matplotlib is not installed; nothing is written.
     """
-    theirs = log.header.engine | log.header.algorithm | {"dtype": log.header.dtype} | log.header.backend
+    theirs = {("algorithm" if name == "name" else name): value for name, value in log.header.algorithm.items()}
+    theirs = log.header.engine | theirs | {"dtype": log.header.dtype} | log.header.backend
     lines = ["# Replay", "", "| | logged | replayed |", "|---|---|---|"]
     lines += [f"| {name} | {theirs.get(name, '')} | {ours.get(name, '')} |" for name in dict.fromkeys([*theirs, *ours])]
     lines += ["", *(f"- {line}" for line in summary(report))]
@@ -77,7 +78,7 @@ def draw(path: Path, report: Report) -> None:
     floor = 1e-9  # zero on a logarithmic axis
     for name, of in (("worst", max), ("mean", lambda values: sum(values) / len(values))):
         blocks.plot(list(by_block), [of(values) + floor for values in by_block.values()], "o-", label=name)
-    blocks.set(yscale="log", xlabel="block", ylabel="difference of confidences")
+    blocks.set(yscale="log", xlabel="block", ylabel="difference of confidences", xticks=list(by_block))
     blocks.legend()
     for diverged, color in ((False, "tab:blue"), (True, "tab:red")):
         points = [pair for pair, is_diverged in pairs if is_diverged == diverged]

@@ -13,6 +13,7 @@ from clover.parity.fingerprint import fingerprint
 from clover.parity.log import read_log, write_log
 from clover.parity.models import open_model
 from clover.parity.replay import replay
+from clover.parity.report import summary, versions, write_report
 from clover.parity.sglang_raw import convert
 
 ROOT = Path(__file__).parents[1]
@@ -178,12 +179,68 @@ def test_another_end_is_algorithmic(folder, log):
     assert report.requests_equal == 8
 
 
-def test_a_log_without_steps_and_one_of_another_algorithm_are_refused(folder, log):
-    with pytest.raises(ValueError, match="no steps"):
-        replayed(folder, replace(log, steps=[]))
+def test_a_fault_that_moves_every_logit_is_no_noise(folder, log):
+    """Logits two in a hundred too large: few decisions change, but rounding in fp32 explains nothing of the kind."""
+    model = open_model(folder, log.header.algorithm["block_size"])
+    model.model.lm_head.weight.data *= 1.02
+    report = replay(log, model)
+    assert report.implausible["token"] > 0.1 == report.plausible["token"]
+    assert not report.is_explained
+    assert report.noise["token"] == 0.1
+    assert any(line.startswith("algorithmic: logit margins differ by") for line in summary(report))
+
+
+def test_bfloat16_on_either_side_allows_for_its_rounding(folder, log):
+    model = open_model(folder, log.header.algorithm["block_size"], "bfloat16")
+    report = replay(log, model, "bfloat16")
+    assert report.plausible["acceptance"] > 0.1
+    assert max(report.differences) > 1e-3
+    assert report.is_explained
+    assert len(report.comparisons) == len(log.steps) - report.not_replayed
+    coarse = replace(log, header=replace(log.header, dtype="bfloat16"))
+    assert replayed(folder, coarse).plausible == report.plausible
+
+
+def test_a_log_without_steps_is_compared_by_its_texts(folder, log):
+    report = replayed(folder, replace(log, steps=[]))
+    assert (report.requests_equal, report.divergences, report.is_explained) == (9, [], True)
+    assert "steps: none logged, only the texts are compared" in summary(report)
+    output = [*log.requests[0].output[:-1], 160]
+    other = replace(log, steps=[], requests=[replace(log.requests[0], output=output), *log.requests[1:]])
+    report = replayed(folder, other)
+    assert [(d.request, d.kind, d.verdict) for d in report.divergences] == [(0, "text", "unexplained")]
+    assert report.divergences[0].position == len(log.requests[0].prompt) + len(output) - 1
+    assert (report.requests_equal, report.is_explained) == (8, False)
+
+
+def test_what_cannot_be_replayed_is_refused_by_name(folder, log):
     header = replace(log.header, algorithm=log.header.algorithm | {"name": "JointThreshold"})
     with pytest.raises(ValueError, match="JointThreshold"):
         replayed(folder, replace(log, header=header))
+    with pytest.raises(ValueError, match="`dtype` is 'int4'"):
+        replayed(folder, replace(log, header=replace(log.header, dtype="int4")))
+    asked = replace(log.requests[3], sampling={"max_new_tokens": 4, "stop": ["."]})
+    with pytest.raises(ValueError, match="request 3 has `stop`"):
+        replayed(folder, replace(log, requests=[*log.requests[:3], asked, *log.requests[4:]]))
+
+
+def test_a_stop_token_of_the_request_ends_its_answer_as_in_sglang(folder, log):
+    request = log.requests[0]
+    sampling = request.sampling | {"ignore_eos": True, "stop_token_ids": [request.output[3]]}
+    cut = replace(request, sampling=sampling, output=request.output[:4], finish_reason="stop")
+    report = replayed(folder, replace(log, requests=[cut, *log.requests[1:]]))
+    assert report.requests_equal == 9
+
+
+def test_a_report_has_both_sides_and_a_picture(folder, log, tmp_path):
+    report = replayed(folder, log)
+    write_report(tmp_path / "drift.md", log, report, versions() | {"dtype": "float32"})
+    text = (tmp_path / "drift.md").read_text()
+    assert "| dtype | float32 | float32 |" in text
+    assert "| version | 0.5.23 |" in text
+    assert "- steps equal: 89 of 89" in text
+    assert "(drift.png)" in text
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_replays_a_log_and_exits_with_1_where_the_algorithms_differ(folder, log, tmp_path):
