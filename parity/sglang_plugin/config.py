@@ -1,0 +1,153 @@
+# Copyright 2026 The Clover authors. Licensed under the Apache License, Version 2.0.
+# The hooks stand around functions of SGLang 0.5.23, Copyright the SGLang team, Apache-2.0, and follow them.
+"""What SGLang has to know of a Clover: its config, its blocks, its mask token."""
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+from sglang.srt.dllm.config import DllmConfig
+from sglang.srt.dllm.mixin.req import DllmReqPhase, ReqDllmMixin
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+from ...configuration_clover import CloverConfig
+
+ALGORITHM = "CloverLowConfidence"
+ARCHITECTURES = ("CloverForDiffusionLM", "CloverMoeModelLM")
+
+
+class SglangCloverConfig(CloverConfig):
+    """A `CloverConfig` that answers to the names which SGLang's Qwen3.5 code and memory pools read."""
+
+    norm_topk_prob = True
+    output_gate_type = None  # the gated norm's default, SiLU
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        # SGLang reads the field of the config's first level, transformers the one of the rotary parameters.
+        self.partial_rotary_factor = self.rope_parameters.get("partial_rotary_factor", self.partial_rotary_factor)
+
+    @property
+    def layers_block_type(self) -> list[str]:
+        return ["attention" if kind == "full_attention" else kind for kind in self.layer_types]
+
+    @property
+    def full_attention_layer_ids(self) -> list[int]:
+        return [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
+
+    @property
+    def linear_layer_ids(self) -> list[int]:
+        return [i for i, kind in enumerate(self.layer_types) if kind == "linear_attention"]
+
+    @property
+    def full_attention_interval(self) -> int:
+        """Read only to find the first attention layer, at or below this index minus one."""
+        return min(self.full_attention_layer_ids, default=0) + 1
+
+    mamba2_cache_params = Qwen3NextConfig.mamba2_cache_params  # shapes of the GDN states
+
+
+def has_gdn_layers(config: SglangCloverConfig) -> bool:
+    return bool(config.linear_layer_ids)
+
+
+def dllm_config(original: Callable, server_args: Any) -> DllmConfig | None:
+    """`DllmConfig.from_server_args`, whose table of architectures is a literal; for a Clover its config says it.
+
+    Raises:
+        ValueError: another algorithm, or a config without a mask token.
+    """
+    arguments = resolving_view(server_args)
+    if arguments.dllm_algorithm is None:
+        return original(server_args)
+    config = ModelConfig.from_server_args(
+        server_args, model_path=arguments.model_path, model_revision=arguments.revision
+    ).hf_config
+    name = (getattr(config, "architectures", None) or [""])[0]
+    if name not in ARCHITECTURES:
+        return original(server_args)
+    if arguments.dllm_algorithm != ALGORITHM:
+        raise ValueError(f"`--dllm-algorithm` is {arguments.dllm_algorithm!r}, but must be {ALGORITHM!r} for {name}.")
+    if has_gdn_layers(config) and not arguments.disable_radix_cache:
+        raise ValueError("A Clover with Gated DeltaNet layers needs `--disable-radix-cache`.")
+    if config.mask_token_id is None:
+        raise ValueError("`mask_token_id` is null: set it, `--json-model-override-args '{\"mask_token_id\": N}'`.")
+    fields = {}
+    if arguments.dllm_algorithm_config is not None:
+        with open(arguments.dllm_algorithm_config) as file:
+            fields = yaml.safe_load(file) or {}
+    unknown = set(fields) - {"threshold", "block_size"}
+    if unknown:
+        raise ValueError(f"`{min(unknown)}` is no field of {ALGORITHM}: there are threshold and block_size.")
+    return DllmConfig(
+        algorithm=ALGORITHM,
+        algorithm_config=fields,
+        block_size=fields.get("block_size", config.block_size),
+        mask_id=config.mask_token_id,
+        max_running_requests=arguments.max_running_requests or 1,
+        first_done_first_out_mode=arguments.dllm_fdfo,
+        requires_separate_context_encoding=True,
+    )
+
+
+def serves_clover(request: ReqDllmMixin) -> bool:
+    return request.dllm_config is not None and request.dllm_config.algorithm == ALGORITHM
+
+
+def fill_to_the_grid(original: Callable, request: ReqDllmMixin) -> None:
+    """`_init_fill_ids_for_dllm`: what a request computes next is all that is known, filled up to a block with masks.
+
+    SGLang's other model with a context pass begins its blocks where the prompt ends. Clover's lie on a grid from 0 on:
+    a prompt of 10 tokens and blocks of 4 make the block `[p8, p9, MASK, MASK]`.
+    """
+    original(request)
+    if not serves_clover(request) or request.dllm_incomplete_ids:
+        return
+    known, size = request.origin_input_ids + request.output_ids, request.dllm_config.block_size
+    request.dllm_block_offset = len(known) // size * size
+    masks = array("q", [request.dllm_config.mask_id]) * (request.dllm_block_offset + size - len(known))
+    request.full_untruncated_fill_ids = known + masks
+
+
+def start_phase(result: None, request: ReqDllmMixin, config: DllmConfig | None) -> None:
+    """After `init_diffusion_llm`: a prompt shorter than a block has nothing to prefill."""
+    if serves_clover(request) and len(request.origin_input_ids) < config.block_size:
+        request.dllm_phase = DllmReqPhase.INCOMING_DECODE
+
+
+def stash_context(original: Callable, scheduler: Any, request: ReqDllmMixin) -> None:
+    """`_stash_dllm_context`, after a finished block: the keys of its denoising passes are freed, the context's stay.
+
+    The block of a prompt shorter than it has no context, and SGLang does not take a row back that holds nothing. So
+    the request gives its row and its GDN states back, as one that has not begun.
+    """
+    if not serves_clover(request) or request.dllm_block_offset > 0:
+        return original(scheduler, request)
+    request.kv.kv_committed_len = request.kv.kv_allocated_len
+    release_kv_cache(request, scheduler.tree_cache, checkpoint=False)
+    request.prefix_len = request.extend_end = 0
+
+
+def register() -> None:
+    _CONFIG_REGISTRY[CloverConfig.model_type] = SglangCloverConfig
+    register_linear_attn_model(
+        LinearAttnModelSpec(
+            config_class=SglangCloverConfig,
+            config_predicate=has_gdn_layers,
+            backend_class_name="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend",
+            uses_mamba_radix_cache=True,  # it then gives a request's states back; the cache itself has to be off
+        )
+    )
+    HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", dllm_config, HookType.AROUND)
+    requests = "sglang.srt.dllm.mixin.req.ReqDllmMixin"
+    HookRegistry.register(f"{requests}._init_fill_ids_for_dllm", fill_to_the_grid, HookType.AROUND)
+    HookRegistry.register(f"{requests}.init_diffusion_llm", start_phase, HookType.AFTER)
+    stash = "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._stash_dllm_context"
+    HookRegistry.register(stash, stash_context, HookType.AROUND)
