@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 RUNNING = 3  # requests at once
 
@@ -29,6 +30,32 @@ def requests() -> list[dict]:
         }
         for length, shift, budget, ignore_eos in wanted
     ]
+
+
+def steps_at_the_mask_token_are_ours() -> bool:
+    """Whether the plugin's step is Clover's where the mask token is the likeliest one; the engine need not run."""
+    import torch
+    from sglang.srt.dllm.config import DllmConfig
+
+    from clover.generation_clover import LowConfidence
+    from clover.parity.sglang_plugin.algorithm import CloverLowConfidence
+
+    rows, size, vocabulary, mask, threshold = 3, 8, 20, 19, 0.3
+    config = DllmConfig("CloverLowConfidence", {"threshold": threshold}, size, mask, rows)
+    theirs, ours = CloverLowConfidence(config), LowConfidence(threshold, mask)
+    generator, equal = torch.Generator().manual_seed(0), []
+    for _ in range(50):
+        logits = 2 * torch.randn(rows * size, vocabulary, generator=generator)
+        logits[::3, mask] += 6
+        block = torch.randint(mask, (rows, size), generator=generator)
+        masked = torch.rand(rows, size, generator=generator) < 0.6
+        masked[:, 0] = True
+        block[masked] = mask
+        batch = SimpleNamespace(batch_size=rows, input_ids=block.flatten().clone(), dllm_prompt_mask=None)
+        CloverLowConfidence.step(theirs, batch, logits, [None] * rows)
+        choice = ours(logits[masked.flatten()], masked)
+        equal.append(torch.equal(batch.input_ids.view(rows, size), torch.where(choice.accepted, choice.tokens, block)))
+    return all(equal)
 
 
 def main(model: str, out: str, mode: str, threshold: str) -> None:
@@ -82,6 +109,7 @@ def main(model: str, out: str, mode: str, threshold: str) -> None:
         "runs": runs,
         "steps": [json.loads(line) for line in Path(steps).read_text().splitlines()],
         "refused": refused,
+        "steps_at_the_mask_token_are_ours": steps_at_the_mask_token_are_ours(),
     }
     Path(out).write_text(json.dumps(recording))
 

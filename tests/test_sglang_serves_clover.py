@@ -1,8 +1,9 @@
 """SGLang 0.5.23 serves a Clover through `parity/sglang_plugin`, and its steps are those of this repository's loop.
 
-The committed log is of SGLang's engine on a CPU; it is replayed here without SGLang. Where CLOVER_SGLANG_PYTHON names
-a python that has SGLang, the engine itself is run too (minutes): attention only, and with Gated DeltaNet layers, whose
-kernels on a CPU are stand-ins of `site_cpu`.
+The committed logs are of SGLang's engine on a CPU; they are replayed here without SGLang. Where CLOVER_SGLANG_PYTHON
+names a python that has SGLang, the engine itself is run too (minutes). One checkpoint has attention only. The other has
+Gated DeltaNet layers: scheduler, memory and backend are SGLang's, but its GDN kernels are for GPUs, and on a CPU those
+of `site_cpu` stand in for them.
 """
 
 import importlib.util
@@ -24,20 +25,30 @@ from clover.parity.sglang_raw import convert
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "parity" / "sglang_plugin"
-LOG = ROOT / "parity" / "logs" / "sglang-0.5.23-clover-attention.jsonl"
 SGLANG = os.environ.get("CLOVER_SGLANG_PYTHON")
 WITH_SGLANG = pytest.mark.skipif(SGLANG is None, reason="CLOVER_SGLANG_PYTHON names no python with SGLang 0.5.23")
 NOISE = 1e-5  # between fp32 passes on two engines; a fault in the model moves confidences by 0.01 and more
 KINDS = {"attention": ["full_attention"] * 2, "hybrid": ["linear_attention", "full_attention", "linear_attention"]}
+LOGS = {kind: ROOT / "parity" / "logs" / f"sglang-0.5.23-clover-{kind}.jsonl" for kind in KINDS}
 
 
 def write(folder: Path, kind: str) -> Path:
     return write_tiny_attention_clover(folder, layer_types=KINDS[kind], num_hidden_layers=len(KINDS[kind]))
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("clover"), "attention")
+def folder(kind, tmp_path_factory):
+    return write(tmp_path_factory.mktemp("clover"), kind)
+
+
+@pytest.fixture(scope="module")
+def log(kind):
+    return read_log(LOGS[kind])
 
 
 def check_equal(report: Report, log: Log) -> None:
@@ -47,11 +58,10 @@ def check_equal(report: Report, log: Log) -> None:
     assert max(report.differences) < NOISE
 
 
-# ---- the committed log -----------------------------------------------------------------------------------------------
+# ---- the committed logs ----------------------------------------------------------------------------------------------
 
 
-def test_the_log_is_of_this_checkpoint_and_holds_every_way_a_step_can_go(folder):
-    log = read_log(LOG)
+def test_the_log_is_of_this_checkpoint_and_holds_every_way_a_step_can_go(folder, log):
     assert log.header.model["fingerprint"] == fingerprint(folder)
     assert log.header.model["mask_token_id"] == MASK
     assert log.header.algorithm["block_size"] == BLOCK
@@ -66,15 +76,13 @@ def test_the_log_is_of_this_checkpoint_and_holds_every_way_a_step_can_go(folder)
     assert {r.finish_reason for r in log.requests} == {"stop", "length"}
 
 
-def test_every_request_and_every_step_of_the_log_is_equal(folder):
-    log = read_log(LOG)
+def test_every_request_and_every_step_of_the_log_is_equal(folder, log):
     check_equal(replay(log, open_model(folder, BLOCK)), log)
 
 
-def test_requests_that_ran_together_were_answered_as_alone():
+def test_requests_that_ran_together_were_answered_as_alone(log):
     """The log's second half is one batch of its first half, in which rows of several requests were denoised at once."""
-    requests = read_log(LOG).requests
-    half = len(requests) // 2
+    requests, half = log.requests, len(log.requests) // 2
     for alone, together in zip(requests[:half], requests[half:], strict=True):
         assert (alone.prompt, alone.sampling) == (together.prompt, together.sampling)
         assert (alone.output, alone.finish_reason) == (together.output, together.finish_reason)
@@ -166,14 +174,15 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "clover.parity.sglang_plugin",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # of the convolution's states, which are bf16 by default
         "OMP_NUM_THREADS": "1",
     }
 
 
 @WITH_SGLANG
-@pytest.mark.parametrize("kind, mode", [("attention", "fdfo"), ("attention", "sync"), ("hybrid", "fdfo")])
-def test_sglangs_engine_takes_the_steps_of_our_loop(kind, mode, tmp_path):
-    model, out = write(tmp_path / "model", kind), tmp_path / "raw.json"
+@pytest.mark.parametrize("layers, mode", [("attention", "fdfo"), ("attention", "sync"), ("hybrid", "fdfo")])
+def test_sglangs_engine_takes_the_steps_of_our_loop(layers, mode, tmp_path):
+    model, out = write(tmp_path / "model", layers), tmp_path / "raw.json"
     script = ROOT / "tests" / "run_sglang_engine.py"
     done = subprocess.run(
         [SGLANG, script, model, out, mode, "0.6"], env=environment(tmp_path), capture_output=True, text=True
@@ -181,5 +190,6 @@ def test_sglangs_engine_takes_the_steps_of_our_loop(kind, mode, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     recording = json.loads(out.read_text())
     assert "greedy" in recording["refused"]
+    assert recording["steps_at_the_mask_token_are_ours"]
     log = convert(recording, model)
     check_equal(replay(log, open_model(model, BLOCK)), log)

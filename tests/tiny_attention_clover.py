@@ -1,7 +1,7 @@
-"""The tiny Clover that SGLang wrote `parity/logs/sglang-0.5.23-clover-attention.jsonl` with, rebuilt from its seed.
+"""The tiny Clover that SGLang wrote `parity/logs/sglang-0.5.23-clover-*.jsonl` with, rebuilt from its seed.
 
-All its layers are full attention: SGLang's kernels for the others are for GPUs only. The rest is a Clover's: gated
-attention, rotary positions on a part of each head, experts and a shared expert, blocks, a mask token.
+All its layers are full attention, unless asked for others: SGLang's kernels for those are for GPUs only. The rest is a
+Clover's: gated attention, rotary positions on a part of each head, experts and a shared expert, blocks, a mask token.
 """
 
 import json

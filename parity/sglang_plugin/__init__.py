@@ -9,6 +9,7 @@ SGLang finds the model class through SGLANG_EXTERNAL_MODEL_PACKAGE and the rest 
 
 On a CPU add `parity/sglang_plugin/site_cpu` to PYTHONPATH (sgl-kernel's CPU build is on no package registry; what of
 it is needed is written there in torch), SGLANG_USE_CPU_ENGINE=1, and `--device cpu --attention-backend torch_native`.
+SGLang keeps the convolutions' states in bf16; to compare in fp32, set SGLANG_MAMBA_CONV_DTYPE=float32.
 
 How a request runs. SGLang's scheduler has a mode for models with a context pass of their own, and Clover is one:
 

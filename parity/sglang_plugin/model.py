@@ -6,6 +6,7 @@
 from collections.abc import Iterable
 
 import torch
+from sglang.kernels.ops.attention.fla import layernorm_gated
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -24,8 +25,9 @@ def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, ro
 
 
 if is_cpu() and not cpu_has_amx_support():
-    # The one place where SGLang's MoE block asks for no native path, and launches a Triton kernel.
+    # The two places that take a CPU without AMX for a GPU and launch a Triton kernel.
     qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
+    layernorm_gated._use_cpu = True  # its operator is among the stand-ins of `site_cpu`
 
 
 class CloverAttentionDecoderLayer(qwen3_5.Qwen3_5AttentionDecoderLayer):
