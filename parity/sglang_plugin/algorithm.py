@@ -6,6 +6,7 @@
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.dllm.algorithm import algo_name_to_cls
 from sglang.srt.dllm.algorithm.base import DllmRunOutput
@@ -14,7 +15,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_pha
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from .config import ALGORITHM, ARCHITECTURES
+from .config import ALGORITHM, ARCHITECTURES, SglangCloverConfig, has_gdn_layers
 
 TOP_K_OF_GREEDY = 1  # what SGLang makes of temperature 0
 
@@ -30,6 +31,10 @@ class CloverLowConfidence(LowConfidence):
         arguments = resolving_view(server_args)
         if arguments.pp_size > 1:
             raise ValueError("`--pp-size` must be 1 for a Clover.")
+        config = model_config_of(server_args).hf_config
+        if isinstance(config, SglangCloverConfig) and has_gdn_layers(config) and not arguments.disable_radix_cache:
+            # SGLang has settled by now how such a cache keeps GDN states; turned off here, it would be too late.
+            raise ValueError("A Clover with Gated DeltaNet layers needs `--disable-radix-cache`.")
         graphs = with_phase(arguments.cuda_graph_config, Phase.DECODE, backend=Backend.DISABLED)
         graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
         declare_resolution(

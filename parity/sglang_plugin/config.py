@@ -75,8 +75,6 @@ def dllm_config(original: Callable, server_args: Any) -> DllmConfig | None:
         return original(server_args)
     if arguments.dllm_algorithm != ALGORITHM:
         raise ValueError(f"`--dllm-algorithm` is {arguments.dllm_algorithm!r}, but must be {ALGORITHM!r} for {name}.")
-    if has_gdn_layers(config) and not arguments.disable_radix_cache:
-        raise ValueError("A Clover with Gated DeltaNet layers needs `--disable-radix-cache`.")
     if config.mask_token_id is None:
         raise ValueError("`mask_token_id` is null: set it, `--json-model-override-args '{\"mask_token_id\": N}'`.")
     fields = {}
