@@ -1,6 +1,6 @@
 """Starts a stock SGLang server on the CPU, in the Python that CLOVER_SGLANG_PYTHON names.
 
-`sglang-cpu-requirements.txt` says how to make one. The stand-ins in `sglang_stubs/` are put on its path.
+`sglang-cpu-requirements.txt` says how to make one. The stand-ins for what SGLang lacks on a CPU (`parity/sglang_plugin/site_cpu`) are put on its path.
 """
 
 import os
@@ -18,6 +18,7 @@ from urllib.request import urlopen
 import pytest
 
 HERE = Path(__file__).parent
+SITE_CPU = HERE.parent / "parity" / "sglang_plugin" / "site_cpu"
 PYTHON = os.environ.get("CLOVER_SGLANG_PYTHON")
 needs_sglang = pytest.mark.skipif(
     not PYTHON, reason="CLOVER_SGLANG_PYTHON names no Python with SGLang: tests/sglang-cpu-requirements.txt makes one"
@@ -41,7 +42,7 @@ def sglang_server(
     threshold: float,
     block_size: int,
     algorithm: str = "LowConfidence",
-    paths: Iterable[Path] = (HERE / "sglang_stubs",),
+    paths: Iterable[Path] = (SITE_CPU,),
     environment: dict[str, str] | None = None,
     arguments: Iterable[str] = (),
 ) -> Iterator[str]:

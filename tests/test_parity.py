@@ -143,7 +143,7 @@ def test_another_threshold_is_found_to_be_another_algorithm_and_later_blocks_sti
         folder, replace(log, header=replace(log.header, algorithm=log.header.algorithm | {"threshold": 0.5}))
     )
     assert {divergence.kind for divergence in report.divergences} == {"acceptance"}
-    assert report.algorithmic
+    assert not report.is_explained
     assert len(report.comparisons) == len(log.steps) - report.not_replayed
 
 

@@ -29,7 +29,7 @@ from misbehaving_server import (
     stream_of,
 )
 from safetensors.torch import save_file
-from sglang_server import free_port, install_observer, needs_sglang, sglang_server
+from sglang_server import SITE_CPU, free_port, install_observer, needs_sglang, sglang_server
 from tiny_sdar import MASK as SDAR_MASK
 from tiny_sdar import write_tiny_sdar
 
@@ -647,7 +647,7 @@ def test_a_real_sglang_recorded_whole_and_streamed_gives_one_log_that_replays_eq
         {"input_ids": [103 + 5 * i % 60 for i in range(8)], "sampling_params": {"max_new_tokens": 32}},
     ]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    paths = [Path(__file__).parent / "sglang_stubs", install_observer(tmp_path)]
+    paths = [SITE_CPU, install_observer(tmp_path)]
     logs = {}
     options = {"paths": paths, "environment": {"CLOVER_STEPS": str(steps)}, "arguments": arguments}
     with sglang_server(model, tmp_path, threshold=0.6, block_size=block_size, **options) as url:
