@@ -1,6 +1,6 @@
 """Starts a stock SGLang server on the CPU, in the Python that CLOVER_SGLANG_PYTHON names.
 
-`sglang-cpu-requirements.txt` says how to make one. The stand-ins for what SGLang lacks on a CPU (`parity/sglang_plugin/site_cpu`) are put on its path.
+`sglang-cpu-requirements.txt` says how to make one. What SGLang lacks on a CPU is put on its path: `SITE_CPU`.
 """
 
 import os
