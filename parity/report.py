@@ -32,8 +32,8 @@ def summary(report: Report) -> list[str]:
         lines.append("steps: none logged, only the texts are compared")
     for kind, value in report.implausible.items():
         lines.append(
-            f"algorithmic: {WHAT[kind]} differ by {value:.2e} in steps that are equal, "
-            f"but rounding explains {report.plausible[kind]:.2e}"
+            f"algorithmic: {WHAT[kind]} differ by {value:.2e} on average, "
+            f"but rounding explains {report.plausible[kind].mean:.2e}"
         )
     return lines + [sentence(divergence) for divergence in report.divergences]
 

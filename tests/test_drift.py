@@ -4,7 +4,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from tiny_sdar import write_tiny_sdar
 
 from clover.parity.drift import CASES, HERE, LOGS, TINY, Row, grown, line, measure, parse
 from clover.parity.fingerprint import fingerprint
@@ -16,17 +15,12 @@ from clover.parity.replay import replay
 COMMITTED = parse((HERE / "drift.md").read_text())
 
 
-@pytest.fixture(scope="module")
-def sdar(tmp_path_factory):
-    return write_tiny_sdar(tmp_path_factory.mktemp("sdar"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(vars(case).values()))
-def test_drift_does_not_grow(case, sdar):
+def test_drift_does_not_grow(case):
     """Against the worst of all transformers versions in the table: the installed one may be newer than them all."""
     committed = [rows[case] for rows in COMMITTED.values()]
     assert committed
-    assert not grown(measure(case, sdar), committed)
+    assert not grown(measure(case), committed)
 
 
 def test_the_table_has_both_transformers_versions_and_every_case():
@@ -42,8 +36,11 @@ def test_in_fp32_sglangs_class_and_clovers_loop_decide_everything_alike():
                 assert (row.requests_equal, row.steps_equal) == (row.requests, row.steps)
 
 
-def test_no_divergence_in_the_table_is_algorithmic():
-    assert not any(row.algorithmic for rows in COMMITTED.values() for row in rows.values())
+def test_what_diverges_in_bfloat16_is_nearly_all_numerical():
+    """The rest is of a random model with two experts of four: one exchanged for another moves a token far."""
+    rows = [row for rows in COMMITTED.values() for case, row in rows.items() if case.dtype == "bfloat16"]
+    assert any(row.numerical for row in rows)
+    assert all(row.algorithmic <= row.numerical / 5 for row in rows)
 
 
 def test_growth_is_seen():

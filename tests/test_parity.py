@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_sdar import write_tiny_sdar
 
 from clover.parity.fingerprint import fingerprint
 from clover.parity.log import read_log, write_log
@@ -15,6 +14,7 @@ from clover.parity.models import open_model
 from clover.parity.replay import replay
 from clover.parity.report import summary, versions, write_report
 from clover.parity.sglang_raw import convert
+from clover.parity.tiny_sdar import write_tiny_sdar
 
 ROOT = Path(__file__).parents[1]
 LOGS = sorted((ROOT / "parity" / "logs").glob("sglang-*-sdar-*.jsonl"))
@@ -184,7 +184,7 @@ def test_a_fault_that_moves_every_logit_is_no_noise(folder, log):
     model = open_model(folder, log.header.algorithm["block_size"])
     model.model.lm_head.weight.data *= 1.02
     report = replay(log, model)
-    assert report.implausible["token"] > 0.1 == report.plausible["token"]
+    assert report.implausible["token"] > 0.01 == report.plausible["token"].mean
     assert not report.is_explained
     assert report.noise["token"] == 0.1
     assert any(line.startswith("algorithmic: logit margins differ by") for line in summary(report))
@@ -193,7 +193,7 @@ def test_a_fault_that_moves_every_logit_is_no_noise(folder, log):
 def test_bfloat16_on_either_side_allows_for_its_rounding(folder, log):
     model = open_model(folder, log.header.algorithm["block_size"], "bfloat16")
     report = replay(log, model, "bfloat16")
-    assert report.plausible["acceptance"] > 0.1
+    assert report.plausible["acceptance"].worst > 0.1
     assert max(report.differences) > 1e-3
     assert report.is_explained
     assert len(report.comparisons) == len(log.steps) - report.not_replayed

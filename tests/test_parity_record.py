@@ -30,8 +30,6 @@ from misbehaving_server import (
 )
 from safetensors.torch import save_file
 from sglang_server import SITE_CPU, free_port, install_observer, needs_sglang, sglang_server
-from tiny_sdar import MASK as SDAR_MASK
-from tiny_sdar import write_tiny_sdar
 
 from clover.parity import record as recorder
 from clover.parity import sglang_client
@@ -41,6 +39,8 @@ from clover.parity.models import open_model
 from clover.parity.record import read_requests, record
 from clover.parity.replay import replay
 from clover.parity.sglang_client import Refused, Server, Unusable, joined
+from clover.parity.tiny_sdar import MASK as SDAR_MASK
+from clover.parity.tiny_sdar import write_tiny_sdar
 
 ROOT = Path(__file__).parents[1]
 NOTHING = {"algorithm": None, "threshold": None, "block_size": None, "mask_token_id": None}

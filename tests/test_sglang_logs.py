@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_sdar import MASK, write_tiny_sdar
 
 from clover.generation_clover import Ends, LowConfidence, block_diffusion
 from clover.parity.log import Log, Step, read_log
 from clover.parity.models import open_model
+from clover.parity.tiny_sdar import MASK, write_tiny_sdar
 
 FOLDER = Path(__file__).parents[1] / "parity" / "logs"
 LOGS = {mode: read_log(FOLDER / f"sglang-0.5.23-sdar-{mode}.jsonl") for mode in ("fdfo", "sync")}

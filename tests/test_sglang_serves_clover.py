@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_attention_clover import BLOCK, MASK, write_tiny_attention_clover
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
 
 from clover.parity.fingerprint import fingerprint
@@ -22,18 +21,14 @@ from clover.parity.log import Log, read_log
 from clover.parity.models import open_model
 from clover.parity.replay import Report, replay
 from clover.parity.sglang_raw import convert
+from clover.parity.tiny_clover import BLOCK, KINDS, MASK, write_tiny_clover
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "parity" / "sglang_plugin"
 SGLANG = os.environ.get("CLOVER_SGLANG_PYTHON")
 WITH_SGLANG = pytest.mark.skipif(SGLANG is None, reason="CLOVER_SGLANG_PYTHON names no python with SGLang 0.5.23")
 NOISE = 1e-5  # between fp32 passes on two engines; a fault in the model moves confidences by 0.01 and more
-KINDS = {"attention": ["full_attention"] * 2, "hybrid": ["linear_attention", "full_attention", "linear_attention"]}
 LOGS = {kind: ROOT / "parity" / "logs" / f"sglang-0.5.23-clover-{kind}.jsonl" for kind in KINDS}
-
-
-def write(folder: Path, kind: str) -> Path:
-    return write_tiny_attention_clover(folder, layer_types=KINDS[kind], num_hidden_layers=len(KINDS[kind]))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -43,7 +38,7 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def folder(kind, tmp_path_factory):
-    return write(tmp_path_factory.mktemp("clover"), kind)
+    return write_tiny_clover(tmp_path_factory.mktemp("clover"), kind)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +177,7 @@ def environment(folder: Path) -> dict[str, str]:
 @WITH_SGLANG
 @pytest.mark.parametrize("layers, mode", [("attention", "fdfo"), ("attention", "sync"), ("hybrid", "fdfo")])
 def test_sglangs_engine_takes_the_steps_of_our_loop(layers, mode, tmp_path):
-    model, out = write(tmp_path / "model", layers), tmp_path / "raw.json"
+    model, out = write_tiny_clover(tmp_path / "model", layers), tmp_path / "raw.json"
     script = ROOT / "tests" / "run_sglang_engine.py"
     done = subprocess.run(
         [SGLANG, script, model, out, mode, "0.6"], env=environment(tmp_path), capture_output=True, text=True

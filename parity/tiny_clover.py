@@ -1,7 +1,7 @@
-"""The tiny Clover that SGLang wrote `parity/logs/sglang-0.5.23-clover-*.jsonl` with, rebuilt from its seed.
+"""The tiny Clovers that SGLang wrote `logs/sglang-*-clover-*.jsonl` with, rebuilt from their seed as checkpoints.
 
-All its layers are full attention, unless asked for others: SGLang's kernels for those are for GPUs only. The rest is a
-Clover's: gated attention, rotary positions on a part of each head, experts and a shared expert, blocks, a mask token.
+One has full attention only, the other Gated DeltaNet layers too. The rest is a Clover's: gated attention, rotary
+positions on a part of each head, experts and a shared expert, blocks, a mask token.
 """
 
 import json
@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from clover import CloverConfig, CloverForDiffusionLM
+from ..configuration_clover import CloverConfig
+from ..modeling_clover import CloverForDiffusionLM
 
 VOCAB, MASK, EOS, BLOCK = 160, 159, 150, 8
 HEAD_SCALE = 0.8  # some confidences are above 0.6, some blocks have none
+KINDS = {"attention": ["full_attention"] * 2, "hybrid": ["linear_attention", "full_attention", "linear_attention"]}
 SIZES = {
     "model_type": "clover_moe",
     "architectures": ["CloverForDiffusionLM"],
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "layer_types": ["full_attention", "full_attention"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -46,14 +46,17 @@ SIZES = {
 }
 
 
-def write_tiny_attention_clover(folder: Path, **changes) -> Path:
-    """A checkpoint with the weights that the log was recorded with: the same draws in the same order.
+def write_tiny_clover(folder: Path, kind: str) -> Path:
+    """A checkpoint of one of `KINDS` with the weights that its log was recorded with: the same draws in the same order.
 
     Norms are drawn too: SGLang and transformers both add 1 to their weights. The mask token's embedding is weak, so
     that what a masked position sees of its context decides its token; its row of the head is zero, so that it is never
     the likeliest. Written by hand and not by `save_pretrained`, whose config.json is not the same in every version.
     """
-    generator, sizes = torch.Generator().manual_seed(0), SIZES | changes
+    generator, sizes = (
+        torch.Generator().manual_seed(0),
+        SIZES | {"layer_types": KINDS[kind], "num_hidden_layers": len(KINDS[kind])},
+    )
     with torch.device("meta"):
         shapes = CloverForDiffusionLM(CloverConfig(**sizes)).state_dict()
     weights = {}
