@@ -43,14 +43,21 @@ def penalise_response(presence: float, frequency: float, repetition: float) -> P
     return process
 
 
-def ramp(tokens: list[int], start: int, slope: float, max: float, applies: Callable[["Row"], bool]) -> Processor:
-    """Adds `min(max, slope * (position - start))` to the tokens' logits at positions of the answer after `start`."""
+def ramp(tokens: list[int], start: int, slope: float, max: float, marks: "Marks | None" = None) -> Processor:
+    """Adds `min(max, slope * (position - start))` to the tokens' logits at positions of the answer after `start`.
+
+    With the marks of thinking only while it is open, and only where nothing behind is known yet: an end put before
+    text that goes on thinking would be no end.
+    """
 
     def process(scores: torch.Tensor, rows: list["Row"]) -> None:
         for part, row in by_row(scores, rows):
-            if applies(row):
-                after = torch.tensor(row.open_positions, device=scores.device) - start
-                part[:, tokens] += (slope * after).clamp(0, max)[:, None]
+            after = torch.tensor(row.open_positions, device=scores.device) - start
+            bonus = (slope * after).clamp(0, max)
+            if marks:
+                known = [i for i, token in enumerate(row.response) if token is not None]
+                bonus *= marks.is_open(row) * (after + start > (known[-1] if known else -1))
+            part[:, tokens] += bonus[:, None]
 
     return process
 
@@ -198,6 +205,28 @@ class ThinkingPart:
             self.end = i
 
 
+class RampedEnd:
+    """Of tokens that are accepted together none stands behind an end of thinking that a ramp may have brought: they
+    were chosen as if thinking went on."""
+
+    def __init__(self, marks: Marks, start: int):
+        self.mark, self.start, self.end, self.last = marks.end, start, float("inf"), -1
+
+    def at(self, i: int) -> set[int]:
+        return set()
+
+    def allows(self, i: int, token: int) -> bool:
+        return i < self.end and not (self._is_ramped(i, token) and i < self.last)
+
+    def put(self, i: int, token: int) -> None:
+        self.last = max(self.last, i)
+        if self._is_ramped(i, token):
+            self.end = i
+
+    def _is_ramped(self, i: int, token: int) -> bool:
+        return token == self.mark and i > self.start
+
+
 def close_thinking(marks: Marks, limit: int) -> Callable[["Row"], None]:
     """What prepares a row for a pass: closes its thinking part where that is due, or holds back what comes after."""
 
@@ -249,10 +278,10 @@ def processors_of(config: GenerationConfig, eos: list[int], user: list, mask_tok
     if penalties != (0, 0, 1):
         found.append(penalise_response(*penalties))
     if config.stop_ramp:
-        found.append(ramp(eos, **config.stop_ramp, applies=lambda row: True))
+        found.append(ramp(eos, **config.stop_ramp))
     if config.think_end_ramp:
         marks = marks_of(config)
-        found.append(ramp([marks.end], **config.think_end_ramp, applies=marks.is_open))
+        found.append(ramp([marks.end], **config.think_end_ramp, marks=marks))
     if config.min_new_tokens:
         found.append(ban(eos, lambda row: [i < config.min_new_tokens for i in row.open_positions]))
     if config.suppress_tokens:
@@ -273,6 +302,8 @@ def rules_of(config: GenerationConfig) -> RulesOf | None:
     makers, limit = [], config.max_thinking_tokens
     if limit is not None:  # first, since where thinking begins decides what else can stand
         makers.append(lambda row: ThinkingPart(marks_of(config), limit, row))
+    if config.think_end_ramp:
+        makers.append(lambda row: RampedEnd(marks_of(config), config.think_end_ramp["start"]))
     if words or ngram:
         makers.append(lambda row: Forbidden(words, ngram, row.response))
     return (lambda row: [make(row) for make in makers]) if makers else None

@@ -753,12 +753,10 @@ class CloverGenerationMixin(GenerationMixin):
             require(budget >= 1, "max_length", config.max_length, f"more than the prompt's {columns} columns")
         if budget is None:
             budget = context - longest
-        require(
-            longest + budget <= context,
-            "max_new_tokens",
-            budget,
-            f"at most {context - longest}: prompt ({longest}) and answer share a context of {context} tokens",
-        )
+        by_length = config.max_new_tokens is None
+        name, asked, most = ("max_length", columns + budget, columns) if by_length else ("max_new_tokens", budget, 0)
+        shared = f"prompt ({longest}) and answer share a context of {context} tokens"
+        require(longest + budget <= context, name, asked, f"at most {most + context - longest}: {shared}")
         least = config.min_new_tokens or 0
         require(least <= budget, "min_new_tokens", least, f"at most {budget}, the tokens that may be written")
         return budget

@@ -98,8 +98,7 @@ def main(model: str, out: str, mode: str, threshold: str) -> None:
         finally:
             engine.shutdown()
     block_size = json.loads((Path(model) / "config.json").read_text())["block_size"]
-    # The rule by which positions are accepted is LowConfidence's, and a replay asks for its name.
-    algorithm = {"name": "LowConfidence", "threshold": config["threshold"], "block_size": block_size}
+    algorithm = {"threshold": config["threshold"], "block_size": block_size}
     recording = {
         "sglang": sglang.__version__,
         "torch": torch.__version__,

@@ -100,6 +100,36 @@ def test_a_limit_that_thinking_does_not_reach_changes_nothing(model, tokenizer, 
     assert answer(model, tokenizer, SORT, max_thinking_tokens=0) == answer(model, tokenizer, SORT)
 
 
+@pytest.mark.parametrize("slope", [0.5, 1.0, 2.0, 10.0])
+@pytest.mark.parametrize("start", [0, 3])
+def test_what_a_ramp_ends_is_ended_once_and_nothing_behind_is_accepted_with_it(model, tokenizer, start, slope):
+    """It makes the end likely at every position of a block; what else was chosen there was chosen as if it went on."""
+    inputs = tokenizer.apply_chat_template(SUM, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    options = {"max_new_tokens": 100, "think_end_ramp": {"start": start, "slope": slope, "max": 100.0}}
+    out = model.generate(**inputs, **options, return_dict_in_generate=True, output_trace=True)
+    end, width = tokenizer.convert_tokens_to_ids("</think>"), inputs["input_ids"].shape[1]
+    ends = [step for step in out.trace[0] if end in step.tokens]
+    assert ends
+    for step in ends:
+        assert step.tokens.index(end) == len(step.tokens) - 1
+        assert step.positions == sorted(step.positions)
+    assert "</think></think>" not in tokenizer.decode(out.sequences[0, width:])
+
+
+PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "482 + 377?"}]
+
+
+def test_a_message_in_text_parts_is_the_text(tokenizer):
+    parts, text = ([{"role": "user", "content": content}] for content in (PARTS, "What is 482 + 377?"))
+    assert tokenizer.apply_chat_template(parts, tokenize=False) == tokenizer.apply_chat_template(text, tokenize=False)
+
+
+@pytest.mark.parametrize("content", [5, {"text": "x"}, [{"type": "image", "url": "x"}]])
+def test_a_message_that_is_no_text_is_refused(tokenizer, content):
+    with pytest.raises(Exception, match="text parts"):
+        tokenizer.apply_chat_template([{"role": "user", "content": content}])
+
+
 def test_a_limit_without_the_marks_of_thinking_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "think_end_token_id", None)
     with pytest.raises(ValueError, match="`max_thinking_tokens` is 5.*think_end_token_id"):

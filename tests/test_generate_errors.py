@@ -319,7 +319,7 @@ def test_a_prompt_with_an_answer_longer_than_the_context_is_refused():
     short = small_clover(max_position_embeddings=32)
     with refused("max_new_tokens", "22", "21"):
         short.generate(IDS, max_new_tokens=22)
-    with refused("max_new_tokens", "21", "32"):
+    with refused("max_length", "33", "32"):
         short.generate(IDS, max_length=33)
 
 

@@ -27,11 +27,23 @@ MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 SPLIT_PATTERN = r"[\p{L}_]+|\p{N}|\s*[\r\n]+|(?:[^\s\p{L}\p{N}_]+ ?)+|\s+"
 
 CHAT_TEMPLATE = r"""
+{%- macro text(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}
+            {%- if part.type != 'text' %}{{- raise_exception('This model reads text parts alone.') }}{%- endif %}
+            {{- part.text }}
+        {%- endfor %}
+    {%- elif content is not none and content is defined %}
+        {{- raise_exception('A message has a content that is neither text nor a list of text parts.') }}
+    {%- endif %}
+{%- endmacro %}
 {%- set first_system = messages and messages[0].role == 'system' %}
 {%- if first_system or tools %}
     {{- '<|im_start|>system\n' }}
     {%- if first_system %}
-        {{- messages[0].content }}
+        {{- text(messages[0].content) }}
         {%- if tools %}{{- '\n\n' }}{%- endif %}
     {%- endif %}
     {%- if tools %}
@@ -50,7 +62,7 @@ CHAT_TEMPLATE = r"""
         {%- if message.role == 'assistant' and message.reasoning_content %}
             {{- '<think>\n' + message.reasoning_content.strip('\n') + '\n</think>\n\n' }}
         {%- endif %}
-        {{- message.content or '' }}
+        {{- text(message.content) }}
         {%- if message.role == 'assistant' %}
             {%- for call in message.tool_calls or [] %}
                 {%- set call = call.function if call.function else call %}
