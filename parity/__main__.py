@@ -20,7 +20,7 @@ from .log import Log, read_log, write_log
 from .models import backend_of, open_model
 from .prompts import read_prompts
 from .replay import PLAUSIBLE, replay
-from .report import summary, versions, write_report
+from .report import check_report, summary, versions, write_report
 from .sglang_class import record as record_class
 from .sglang_raw import convert
 
@@ -40,6 +40,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
+    if arguments.report:
+        check_report(arguments.report)
     log = read_log(arguments.log)
     check_model(log, arguments.model)
     model = opened(arguments, log.header.algorithm["block_size"])

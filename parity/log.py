@@ -117,10 +117,14 @@ def lines_of(path: Path) -> Iterator[str]:
         yield from file
 
 
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number that can be compared")
+
+
 def _add(log: Log | None, line: str) -> Log:
     """A log with one more line."""
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(entry, dict) or entry.get("type") not in KINDS:
@@ -163,6 +167,9 @@ def _checked_header(header: Header) -> Header:
             value = getattr(header, name).get(key)
             if not isinstance(value, kind):
                 raise ValueError(f"`{name}` has {key!r}: {value!r}, but a replay needs `{key}`, a {kind}")
+    size, threshold = header.algorithm["block_size"], header.algorithm["threshold"]
+    if isinstance(size, bool) or size < 1 or not 0 <= threshold <= 1:
+        raise ValueError(f"`block_size` is {size} and `threshold` {threshold}, but must be at least 1, and in [0, 1]")
     return header
 
 
@@ -178,14 +185,16 @@ def _check_block(entry: Step | Commit, header: Header) -> None:
 
 def _check_step(step: Step, log: Log) -> None:
     """A step has a decision where something is masked, changes nothing else and follows from the one before it."""
+    prompt, mask = len(log.requests[step.request].prompt), log.header.model["mask_token_id"]
     last = next((other for other in reversed(log.steps) if other.request == step.request), None)
     follows = last is not None and last.block == step.block
     expected = last.step + 1 if follows else 0
     if step.step != expected:
         raise ValueError(f"`step` is {step.step}, but must be {expected}: none of a block may be left out")
+    if last is not None and not follows and mask in last.after[max(0, prompt - last.start) :]:
+        raise ValueError(f"block {last.block} is left with masked positions: its last steps are missing")
     if follows and step.before != last.after:
         raise ValueError(f"`before` is {step.before}, but `after` of the step before it is {last.after}")
-    prompt, mask = len(log.requests[step.request].prompt), log.header.model["mask_token_id"]
     for i, (before, after) in enumerate(zip(step.before, step.after, strict=True)):
         masked = before == mask and step.start + i >= prompt  # a prompt's own mask token stays
         if not masked and before != after:
@@ -193,6 +202,8 @@ def _check_step(step: Step, log: Log) -> None:
         for name in ("tokens", "confidences", "margins"):
             if (getattr(step, name)[i] is not None) != masked:
                 raise ValueError(f"`{name}` at {i} is {getattr(step, name)[i]}, but null means that nothing is masked")
+        if masked and after not in (mask, step.tokens[i]):
+            raise ValueError(f"`after` has {after} at {i}, but `tokens`, what was chosen there, has {step.tokens[i]}")
 
 
 def _checked(kind: type, entry: dict) -> object:

@@ -26,4 +26,6 @@ def read_prompts(path: Path, model: Path) -> list[list[int]]:
                 prompts.append(tokenizer.encode(text, add_special_tokens=False))
             case _:
                 raise ValueError(f"{path}, line {number}: neither `input_ids`, a list of numbers, nor a `prompt`")
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
     return prompts

@@ -30,11 +30,8 @@ def summary(report: Report) -> list[str]:
         ]
     else:
         lines.append("steps: none logged, only the texts are compared")
-    for kind, value in report.implausible.items():
-        lines.append(
-            f"algorithmic: {WHAT[kind]} differ by {value:.2e} on average, "
-            f"but rounding explains {report.plausible[kind].mean:.2e}"
-        )
+    for kind, figure, value, allowed in report.implausible:
+        lines.append(f"algorithmic: {WHAT[kind]} differ by {value:.2e} ({figure}), but rounding explains {allowed:.2e}")
     return lines + [sentence(divergence) for divergence in report.divergences]
 
 
@@ -51,8 +48,10 @@ def write_report(path: Path, log: Log, report: Report, ours: dict) -> None:
     Args:
         ours: what this side ran with, by name: dtype, device, versions and so on.
     Raises:
+        ValueError: `path` does not end in .md.
         ImportError: there are steps to draw and matplotlib is not installed; nothing is written.
     """
+    check_report(path)
     theirs = {("algorithm" if name == "name" else name): value for name, value in log.header.algorithm.items()}
     theirs = log.header.engine | theirs | {"dtype": log.header.dtype} | log.header.backend
     lines = ["# Replay", "", "| | logged | replayed |", "|---|---|---|"]
@@ -62,6 +61,11 @@ def write_report(path: Path, log: Log, report: Report, ours: dict) -> None:
         draw(path.with_suffix(".png"), report)
         lines += ["", f"![drift by block, confidences, differences]({path.with_suffix('.png').name})"]
     path.write_text("\n".join(lines) + "\n")
+
+
+def check_report(path: Path) -> None:
+    if path.suffix != ".md" or not path.parent.is_dir():
+        raise ValueError(f"--report is {path}, but must end in .md and lie in a folder that is there")
 
 
 def draw(path: Path, report: Report) -> None:

@@ -99,7 +99,14 @@ def record(
     Raises:
         ValueError: the mask token itself was chosen, with which SGLang's loop does not end.
     """
-    config = model.config
+    config = getattr(model, "config", None)
+    if not hasattr(config, "mask_token_id"):
+        raise ValueError(f"{folder} holds no Clover, which is what this records")
+    if not 0 <= threshold <= 1 or max_new_tokens < 1:
+        raise ValueError(f"threshold {threshold} and max_new_tokens {max_new_tokens}: in [0, 1], and at least 1")
+    wrong = [token for prompt in prompts for token in prompt if not 0 <= token < config.vocab_size]
+    if wrong:
+        raise ValueError(f"a prompt has the token {wrong[0]}, but the vocabulary has {config.vocab_size}")
     algorithm, version = low_confidence(threshold, config.block_size, config.mask_token_id)
     header = Header(
         engine={"name": "sglang's LowConfidence over transformers", "version": version}

@@ -4,6 +4,7 @@ A recording is one JSON object: versions, `engine_args`, `algorithm_config`, `ru
 named as "batch of requests 1 and 2") and `steps`, the events of the plugin in the order in which they happened.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -25,9 +26,16 @@ def convert(raw: dict, model: Path) -> Log:
         header = _header(raw, model, {event["mask_id"] for event in events})
     except KeyError as error:
         raise ValueError(f"the recording has no {error}") from None
+    _check_vocabulary(model, [header.model["mask_token_id"], *(t for r in requests for t in r.prompt + r.output)])
     log = Log(header, requests, [], [])
     add_steps(log, events, ids)
     return log
+
+
+def _check_vocabulary(model: Path, tokens: list[int]) -> None:
+    size = json.loads((model / "config.json").read_text()).get("vocab_size")
+    if size is not None and max(tokens) >= size:
+        raise ValueError(f"the recording has the token {max(tokens)}, but {model} has {size}: it ran another model")
 
 
 def add_steps(log: Log, events: list[dict], ids: dict[str, int]) -> None:
