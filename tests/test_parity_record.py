@@ -636,6 +636,12 @@ def test_the_observer_does_nothing_unless_a_file_is_named(observer, monkeypatch)
 # ---- a real SGLang ---------------------------------------------------------------------------------------------------
 
 
+def without_last_commits(log):
+    """The server answers without waiting for the pass that stores an answer's last block: it may be observed or not."""
+    last = {step.request: step.block for step in log.steps}
+    return replace(log, commits=[commit for commit in log.commits if commit.block < last[commit.request]])
+
+
 @needs_sglang
 @pytest.mark.parametrize(("block_size", "arguments"), [(4, []), (8, ["--no-dllm-fdfo"])], ids=["fdfo", "sync"])
 def test_a_real_sglang_recorded_whole_and_streamed_gives_one_log_that_replays_equal(tmp_path, block_size, arguments):
@@ -661,7 +667,7 @@ def test_a_real_sglang_recorded_whole_and_streamed_gives_one_log_that_replays_eq
             with pytest.raises(Refused, match="request 0: .*600"):
                 record(server, too_long, model, tmp_path / "refused", NOTHING | settings_of(plain), stream=stream)
     log = logs["whole"]
-    assert (tmp_path / "whole").read_bytes() == (tmp_path / "streamed").read_bytes()
+    assert without_last_commits(log) == without_last_commits(logs["streamed"])
     assert read_log(tmp_path / "plain") == replace(log, steps=[], commits=[])
     assert log.header.algorithm == {"name": "LowConfidence", "threshold": 0.6, "block_size": block_size}
     assert log.header.model["mask_token_id"] == SDAR_MASK
