@@ -10,15 +10,16 @@
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from ..generation_clover import BlockModel
 from . import drift, record
-from .fingerprint import fingerprint
-from .log import Log, read_log, write_log
-from .models import backend_of, open_model
-from .prompts import read_prompts
+from .fingerprint import fingerprint, vocabulary_of
+from .json_text import parsed
+from .log import Log, check_new, read_log, write_log
+from .models import backend_of, check_device, open_model
+from .prompts import read_requests
 from .replay import PLAUSIBLE, replay
 from .report import check_report, summary, versions, write_report
 from .sglang_class import record as record_class
@@ -28,14 +29,23 @@ HERE = Path(__file__).parent
 
 
 def check_model(log: Log, folder: Path) -> None:
-    """Raises a `ValueError` if the log is of another checkpoint."""
-    found, logged = fingerprint(folder), log.header.model.get("fingerprint")
+    """Raises a `ValueError` if the log is of another checkpoint, or has a token that this one has not."""
+    found, logged, size = fingerprint(folder), log.header.model["fingerprint"], vocabulary_of(folder)
     if found != logged:
         raise ValueError(f"the log is of a model with the fingerprint {logged}, but {folder} has {found}")
+    texts = [(r.request, r.prompt + r.output) for r in log.requests] + [(s.request, s.after) for s in log.steps]
+    for request, tokens in texts:
+        if size is not None and max(tokens) >= size:
+            raise ValueError(f"request {request} has the token {max(tokens)}, but {folder} has only {size}")
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    write_log(arguments.log, convert(json.loads(arguments.raw.read_text()), arguments.model))
+    check_new(arguments.log)
+    try:
+        raw = parsed(arguments.raw.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{arguments.raw}: {error}") from None
+    write_log(arguments.log, convert(raw, arguments.model))
     return 0
 
 
@@ -53,10 +63,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def run_record_class(arguments: argparse.Namespace) -> int:
+    check_new(arguments.log)
+    requests = read_requests(arguments.prompts, arguments.model, arguments.max_new_tokens)
     model = opened(arguments, block_size=0)
-    prompts = read_prompts(arguments.prompts, arguments.model)
-    settings = {"threshold": arguments.threshold, "max_new_tokens": arguments.max_new_tokens}
-    log = record_class(arguments.model, model, prompts, backend=backend_of(model), progress=print, **settings)
+    log = record_class(
+        arguments.model, model, requests, threshold=arguments.threshold, backend=backend_of(model), progress=print
+    )
     write_log(arguments.log, log)
     return 0
 
@@ -66,7 +78,8 @@ def run_drift(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def opened(arguments: argparse.Namespace, block_size: int):
+def opened(arguments: argparse.Namespace, block_size: int) -> BlockModel:
+    check_device(arguments.device)
     options = {"attn_implementation": arguments.attention, "experts_implementation": arguments.experts}
     options = {name: value for name, value in options.items() if value is not None}
     return open_model(arguments.model, block_size, arguments.dtype, arguments.device, **options)

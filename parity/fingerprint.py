@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from .json_text import parsed
 
 IGNORED = ("transformers_version", "auto_map", "dtype", "torch_dtype")  # say how a model is loaded, not which it is
 
@@ -15,14 +17,22 @@ def fingerprint(folder: Path) -> str:
 
     Raises:
         FileNotFoundError: no config.json, or no safetensors file.
+        ValueError: one of them is damaged.
     """
     digest = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in IGNORED}
+    kept = {name: value for name, value in config_of(folder).items() if name not in IGNORED}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors file.")
+    try:
+        _add_weights(digest, files)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {folder} cannot be read: {error}") from None
+    return "sha256:" + digest.hexdigest()
+
+
+def _add_weights(digest: "hashlib._Hash", files: list[Path]) -> None:
     places = {}
     for path in files:
         with safe_open(path, "pt") as file:
@@ -32,15 +42,32 @@ def fingerprint(folder: Path) -> str:
             tensor = file.get_tensor(name).contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return "sha256:" + digest.hexdigest()
+
+
+def config_of(folder: Path) -> dict:
+    """What config.json says."""
+    path = folder / "config.json"
+    try:
+        config = parsed(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no object")
+    return config
+
+
+def vocabulary_of(folder: Path) -> int | None:
+    """How many tokens the checkpoint has, if its config says it."""
+    config = config_of(folder)
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
 def describe(folder: Path) -> dict:
     """What a log's header says of a checkpoint, but for the mask token: architectures, fingerprint, end tokens."""
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     eos = config.get("eos_token_id")
     return {
-        "architectures": config["architectures"],
+        "architectures": config.get("architectures") or [],
         "fingerprint": fingerprint(folder),
         "eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos],
     }

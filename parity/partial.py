@@ -9,6 +9,9 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from filelock import FileLock, Timeout  # which torch and huggingface_hub need too
+
+from .json_text import parsed
 from .sglang_client import Answer
 
 
@@ -21,20 +24,33 @@ class Partial:
     """The file of one recording: opened, or opened again.
 
     Args:
-        about: what is being recorded; a file that was begun with something else is refused.
+        about: what is being recorded; a file that was begun with something else is refused, if it holds answers.
         requests: all of them, as they are sent.
     Raises:
-        ValueError: the file is of another recording, or is damaged elsewhere than at its end.
+        ValueError: the file is of another recording, is damaged elsewhere than at its end, or is being written by
+            another recorder.
     """
 
     def __init__(self, path: Path, about: dict, requests: list[dict]):
         self.path, self.hashes = path, [content(request) for request in requests]
         about = about | {"requests": content(self.hashes)}
-        entries = self._read()
-        if entries:
-            self._check_same(entries[0], about)
-        self.answers = dict(self._answer(number, entry) for number, entry in enumerate(entries[1:], start=2))
-        self._file = open(path, "ab")
+        self._lock = FileLock(f"{path}.lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(f"{path} is being written by another recorder") from None
+        try:
+            entries = self._read()
+            if len(entries) == 1 and entries[0] != about:  # begun, and nothing of it was ever answered
+                entries = []
+                path.unlink()
+            if entries:
+                self._check_same(entries[0], about)
+            self.answers = dict(self._answer(number, entry) for number, entry in enumerate(entries[1:], start=2))
+            self._file = open(path, "ab")
+        except BaseException:
+            self._unlock()
+            raise
         if not entries:
             self._append(about)
 
@@ -43,6 +59,11 @@ class Partial:
 
     def __exit__(self, *_) -> None:
         self._file.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
 
     def keep(self, number: int, answer: Answer) -> None:
         """Adds an answer; it is on the disk when this returns."""
@@ -67,11 +88,13 @@ class Partial:
         if len(whole) < len(data):
             os.truncate(self.path, len(whole))
         try:
-            return [json.loads(line) for line in whole.splitlines()]
+            return [parsed(line) for line in whole.splitlines()]
         except ValueError as error:
             raise ValueError(f"{self.path} is damaged: {error}; remove it to begin anew") from None
 
-    def _check_same(self, begun: dict, about: dict) -> None:
+    def _check_same(self, begun: object, about: dict) -> None:
+        if not isinstance(begun, dict):
+            raise ValueError(f"{self.path} is damaged: its first line is no object; remove it to begin anew")
         for name in begun | about:
             if begun.get(name) != about.get(name):
                 was, now = str(begun.get(name))[:200], str(about.get(name))[:200]
@@ -80,11 +103,11 @@ class Partial:
                     "with, or remove it to begin anew."
                 )
 
-    def _answer(self, line: int, entry: dict) -> tuple[int, Answer]:
+    def _answer(self, line: int, entry: object) -> tuple[int, Answer]:
         try:
             number, hashed = entry.pop("request"), entry.pop("content")
             if self.hashes[number] != hashed:
                 raise ValueError(f"request {number} asks for something else")
             return number, Answer(**entry)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path}, line {line}: {error!r}; remove the file to begin anew") from None

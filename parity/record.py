@@ -13,21 +13,17 @@ A server that wants a key finds it if SGLANG_API_KEY is set.
 """
 
 import argparse
-import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from .fingerprint import describe
-from .log import Header, Log, Request, read_log, write_log
+from .fingerprint import config_of, describe, vocabulary_of
+from .json_text import parsed
+from .log import Header, Log, Request, check_new, write_log
 from .partial import Partial
-from .prompts import read_prompts
+from .prompts import read_requests
 from .sglang_client import Answer, Server
 from .sglang_steps import add_observed, observed_settings, read_steps
-
-ALLOWED = ("input_ids", "prompt", "sampling_params")
-DEFAULTS = {"temperature": 0}
 
 # The server's arguments that may change a number or a decision, as far as it has them. The others are left out: among
 # them are paths, addresses and keys, which are nobody's business.
@@ -56,55 +52,6 @@ ARGUMENTS = (
 )
 
 
-# ---- what is asked ---------------------------------------------------------------------------------------------------
-
-
-def read_requests(path: Path, model: Path, max_new_tokens: int) -> list[dict]:
-    """What to send, `input_ids` and `sampling_params` each, with everything in it that the log has to say.
-
-    Raises:
-        ValueError: a line that cannot be sent or could not be logged; with its number.
-    """
-    prompts, vocabulary = read_prompts(path, model), vocabulary_of(model)
-    requests = []
-    for number, (line, ids) in enumerate(zip(path.read_text().splitlines(), prompts, strict=True), start=1):
-        try:
-            sampling = sampling_of(json.loads(line), max_new_tokens)
-            if vocabulary is not None and not all(0 <= token < vocabulary for token in ids):
-                raise ValueError(f"`input_ids` has a token outside the vocabulary of {vocabulary}")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        requests.append({"input_ids": ids, "sampling_params": sampling})
-    if not requests:
-        raise ValueError(f"{path} holds no prompts")
-    return requests
-
-
-def sampling_of(entry: dict, max_new_tokens: int) -> dict:
-    unknown = sorted(set(entry) - set(ALLOWED))
-    if unknown:
-        raise ValueError(f"unknown field `{unknown[0]}`; there are {', '.join(ALLOWED)}")
-    given = entry.get("sampling_params", {})
-    if not isinstance(given, dict):
-        raise ValueError(f"`sampling_params` is {given!r}, but must be an object")
-    sampling = {"max_new_tokens": max_new_tokens} | DEFAULTS | given
-    budget = sampling["max_new_tokens"]
-    if type(budget) is not int or budget < 1:
-        raise ValueError(f"`max_new_tokens` is {budget!r}, but must be a number of at least 1")
-    if sampling.get("n", 1) != 1:
-        raise ValueError(f"`n` is {sampling['n']!r}, but a request has one answer in a log")
-    return sampling
-
-
-def config_of(model: Path) -> dict:
-    return json.loads((model / "config.json").read_text())
-
-
-def vocabulary_of(model: Path) -> int | None:
-    config = config_of(model)
-    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-
-
 # ---- whom ------------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +60,7 @@ def checkpoint_of(model: Path, info: dict) -> dict:
     described, ends = describe(model), []
     path = model / "generation_config.json"
     if path.exists():
-        eos = json.loads(path.read_text()).get("eos_token_id")
+        eos = parsed(path.read_bytes()).get("eos_token_id")
         ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
     if info.get("skip_tokenizer_init") is False and (model / "tokenizer_config.json").exists():
         from transformers import AutoTokenizer
@@ -200,8 +147,10 @@ def record(
         ValueError: something is missing, wrong, or not what the recording was begun with; answers so far are kept.
     """
     partial_path = out.with_name(out.name + ".partial")
-    if out.exists() and not partial_path.exists():
-        raise ValueError(f"{out} is there already, and complete")
+    if not partial_path.exists():
+        check_new(out)
+    if steps and not steps.exists():
+        print(f"{steps} is not there yet: it is needed when all is answered", file=sys.stderr)
     requests, config = read_requests(prompts, model, max_new_tokens), config_of(model)
     info = server.about("server_info")
     checkpoint = checkpoint_of(model, info)
@@ -216,7 +165,7 @@ def record(
         log = Log(header_of(info, config, checkpoint, settings), logged(requests, answers), [], [])
         if steps:
             add_observed(log, events, {answer.id: number for number, answer in enumerate(answers)})
-        write_whole(out, log)
+        write_log(out, log)
         partial.remove()
     return log
 
@@ -256,20 +205,6 @@ def header_of(info: dict, config: dict, checkpoint: dict, settings: dict) -> Hea
         seed=info.get("random_seed"),
         notes={"server_arguments": told["arguments"]},
     )
-
-
-def write_whole(path: Path, log: Log) -> None:
-    """Writes a log that can be read, or none: under its name it is there as a whole or not at all."""
-    draft = path.with_name(path.name + ".draft")
-    try:
-        write_log(draft, log)
-        if read_log(draft) != log:
-            raise ValueError("the log reads otherwise than it was written")
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -239,8 +239,7 @@ def _check_that_it_can_be_replayed(log: Log) -> None:
 
 
 def _answer(log: Log, request: Request, model: BlockModel, choose, device, denoise_options: dict) -> Answer:
-    eos = [] if request.sampling.get("ignore_eos") else log.header.model["eos_token_ids"]
-    eos = (*eos, *(request.sampling.get("stop_token_ids") or []))
+    eos = ends_of(request.sampling, log.header.model["eos_token_ids"])
     (answer,) = block_diffusion(
         model,
         [torch.tensor(request.prompt, device=device)],
@@ -250,6 +249,11 @@ def _answer(log: Log, request: Request, model: BlockModel, choose, device, denoi
         **denoise_options,
     )
     return answer
+
+
+def ends_of(sampling: dict, eos_token_ids: list[int]) -> list[int]:
+    """The tokens that end a request in SGLang, where `ignore_eos` ignores the request's own stop tokens too."""
+    return [] if sampling.get("ignore_eos") else [*eos_token_ids, *(sampling.get("stop_token_ids") or [])]
 
 
 def _differing_end(request: Request, answer: Answer, kind: str) -> list[Divergence]:

@@ -20,6 +20,7 @@ import transformers
 from ..generation_clover import BlockModel
 from .fingerprint import describe
 from .log import Commit, Header, Log, Request, Step
+from .replay import ends_of
 
 # What SGLang's diffusion package imports for the names of types, and for a question about one brand of hardware.
 NAMES = {
@@ -84,10 +85,9 @@ def _stand_in(root: Path) -> None:
 def record(
     folder: Path,
     model: BlockModel,
-    prompts: list[list[int]],
+    requests: list[dict],
     *,
     threshold: float,
-    max_new_tokens: int,
     backend: dict,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Log:
@@ -95,18 +95,19 @@ def record(
 
     Args:
         folder: the checkpoint, for its fingerprint. model: the checkpoint, loaded.
-        prompts: token ids. backend: what the model runs with, for the header.
+        requests: `input_ids` and `sampling_params` each, see `prompts.py`; of the latter those in `FOLLOWED`.
+        backend: what the model runs with, for the header.
     Raises:
-        ValueError: the mask token itself was chosen, with which SGLang's loop does not end.
+        ValueError: a request that cannot be followed; or the mask token itself was chosen, with which SGLang's loop
+            does not end.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "mask_token_id"):
         raise ValueError(f"{folder} holds no Clover, which is what this records")
-    if not 0 <= threshold <= 1 or max_new_tokens < 1:
-        raise ValueError(f"threshold {threshold} and max_new_tokens {max_new_tokens}: in [0, 1], and at least 1")
-    wrong = [token for prompt in prompts for token in prompt if not 0 <= token < config.vocab_size]
-    if wrong:
-        raise ValueError(f"a prompt has the token {wrong[0]}, but the vocabulary has {config.vocab_size}")
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"`threshold` is {threshold}, but must be in [0, 1]")
+    for number, request in enumerate(requests):
+        _check_sampling(number, request["sampling_params"])
     algorithm, version = low_confidence(threshold, config.block_size, config.mask_token_id)
     header = Header(
         engine={"name": "sglang's LowConfidence over transformers", "version": version}
@@ -117,19 +118,31 @@ def record(
         backend=backend,
     )
     log = Log(header, [], [], [])
-    for prompt in prompts:
-        _answer(log, model, algorithm, prompt, max_new_tokens)
+    for request in requests:
+        _answer(log, model, algorithm, **request)
         last = log.requests[-1]
         progress(f"request {last.request}: {len(last.output)} tokens, {last.finish_reason}")
     return log
 
 
-def _answer(log: Log, model: BlockModel, algorithm: object, prompt: list[int], max_new_tokens: int) -> None:
+# What of a request's sampling parameters is around the class, and so is followed here. The class itself is greedy.
+FOLLOWED = ("max_new_tokens", "temperature", "ignore_eos", "stop_token_ids")
+
+
+def _check_sampling(number: int, sampling: dict) -> None:
+    unknown = sorted(set(sampling) - set(FOLLOWED))
+    if unknown:
+        raise ValueError(f"request {number} has `{unknown[0]}`, but without an engine there are {', '.join(FOLLOWED)}")
+    if sampling["temperature"] != 0:
+        raise ValueError(f"request {number} has `temperature` {sampling['temperature']!r}, but the class is greedy: 0")
+
+
+def _answer(log: Log, model: BlockModel, algorithm: object, input_ids: list[int], sampling_params: dict) -> None:
     """Adds one request, its steps and its commits."""
     size, mask, request = algorithm.block_size, algorithm.mask_id, len(log.requests)
-    log.requests.append(Request(request, prompt, {"max_new_tokens": max_new_tokens, "temperature": 0}, [], ""))
-    text, start = list(prompt), len(prompt) // size * size
-    known = torch.tensor([prompt[:start]], dtype=torch.long, device=model.device)
+    log.requests.append(Request(request, input_ids, sampling_params, [], ""))
+    text, start = list(input_ids), len(input_ids) // size * size
+    known = torch.tensor([input_ids[:start]], dtype=torch.long, device=model.device)
     prefix = model.prefill(known, torch.ones_like(known))
     while not log.requests[request].finish_reason:
         tail = text[start:]
@@ -137,7 +150,8 @@ def _answer(log: Log, model: BlockModel, algorithm: object, prompt: list[int], m
         prefix = model.commit(prefix, torch.tensor([block], device=model.device))
         log.commits.append(Commit(request, start // size, start, block))
         text, start = text[:start] + block, start + size
-        output, reason = cut(text[len(prompt) :], max_new_tokens, log.header.model["eos_token_ids"])
+        ends = ends_of(sampling_params, log.header.model["eos_token_ids"])
+        output, reason = cut(text[len(input_ids) :], sampling_params["max_new_tokens"], ends)
         log.requests[request].output, log.requests[request].finish_reason = output, reason
 
 

@@ -4,11 +4,10 @@ A recording is one JSON object: versions, `engine_args`, `algorithm_config`, `ru
 named as "batch of requests 1 and 2") and `steps`, the events of the plugin in the order in which they happened.
 """
 
-import json
 import re
 from pathlib import Path
 
-from .fingerprint import describe
+from .fingerprint import config_of, describe, vocabulary_of
 from .log import Commit, Header, Log, Request, Step
 
 
@@ -23,19 +22,24 @@ def convert(raw: dict, model: Path) -> Log:
     try:
         events = [event for event in raw["steps"] if event["event"] == "step"]
         requests, ids = _requests(raw["runs"])
-        header = _header(raw, model, {event["mask_id"] for event in events})
+        log = Log(_header(raw, model, {event["mask_id"] for event in events}), requests, [], [])
+        _check_model(log, model)
+        add_steps(log, events, ids)
     except KeyError as error:
         raise ValueError(f"the recording has no {error}") from None
-    _check_vocabulary(model, [header.model["mask_token_id"], *(t for r in requests for t in r.prompt + r.output)])
-    log = Log(header, requests, [], [])
-    add_steps(log, events, ids)
+    except (AttributeError, IndexError, TypeError) as error:
+        raise ValueError(f"the recording is not as SGLang's observer writes it: {error}") from None
     return log
 
 
-def _check_vocabulary(model: Path, tokens: list[int]) -> None:
-    size = json.loads((model / "config.json").read_text()).get("vocab_size")
-    if size is not None and max(tokens) >= size:
-        raise ValueError(f"the recording has the token {max(tokens)}, but {model} has {size}: it ran another model")
+def _check_model(log: Log, model: Path) -> None:
+    """A recording says little of its model, but another vocabulary or another mask token is not this one's."""
+    mask, own, size = log.header.model["mask_token_id"], config_of(model).get("mask_token_id"), vocabulary_of(model)
+    largest = max([mask, *(token for request in log.requests for token in request.prompt + request.output)])
+    if size is not None and largest >= size:
+        raise ValueError(f"the recording has the token {largest}, but {model} has {size}: it ran another model")
+    if own not in (None, mask):
+        raise ValueError(f"the recording has the mask token {mask}, but {model} has {own}: it ran another model")
 
 
 def add_steps(log: Log, events: list[dict], ids: dict[str, int]) -> None:
@@ -46,6 +50,8 @@ def add_steps(log: Log, events: list[dict], ids: dict[str, int]) -> None:
             if name not in ids:
                 raise ValueError(f"step {number} is of request {name!r}, which no response has")
             _add(log, ids[name], {key: event[key][row] for key in PER_ROW}, log.header.model["mask_token_id"], counts)
+    for entries in (log.steps, log.commits):  # of a batch they come mixed
+        entries.sort(key=lambda entry: entry.request)
 
 
 PER_ROW = ("positions", "block_in", "block_out", "argmax", "confidence", "argmax_margin")

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from .log import Log
+from .json_text import parsed
+from .log import Commit, Log, Request
 from .sglang_raw import PER_ROW, add_steps
 
 SETTINGS = ("algorithm", "threshold", "block_size", "mask_id")
@@ -24,7 +25,7 @@ def read_steps(path: Path, ids: set[str | None]) -> list[dict]:
             if not line.endswith(b"\n"):
                 break  # it was being written when the server was killed, or is just now
             try:
-                event = json.loads(line)
+                event = parsed(line)
                 if event["event"] == "step":
                     found += part_of(event, ids, ranks)
             except (ValueError, KeyError, TypeError) as error:
@@ -56,16 +57,23 @@ def observed_settings(events: list[dict]) -> dict:
     return dict(zip(SETTINGS, json.loads(said.pop()), strict=True)) if said else {}
 
 
+def is_of_the_request(commit: Commit, request: Request, size: int) -> bool:
+    """Whether the block is neither the prompt's alone nor has the answer's end."""
+    return len(request.prompt) < commit.start + size < len(request.prompt) + len(request.output)
+
+
 def add_observed(log: Log, events: list[dict], ids: dict[str | None, int]) -> None:
-    """Adds steps and commits, but for those of a prompt's whole blocks: what is cached of a prompt is not passed again,
-    which says nothing of the request and something of those before it.
+    """Adds steps and commits, but for those of which the request does not decide whether they are seen.
+
+    What is cached of a prompt's whole blocks is not passed again, which says something of the requests before it. And
+    the server answers without waiting for the pass that stores an answer's last block.
 
     Raises:
         ValueError: a request's steps do not lead to its answer; one of them may be missing.
     """
     add_steps(log, events, ids)
     size = log.header.algorithm["block_size"]
-    log.commits = [c for c in log.commits if c.start + size > len(log.requests[c.request].prompt)]
+    log.commits = [commit for commit in log.commits if is_of_the_request(commit, log.requests[commit.request], size)]
     spelled = [{} for _ in log.requests]
     for step in log.steps:
         spelled[step.request] |= dict(enumerate(step.after, start=step.start))

@@ -9,7 +9,7 @@ from clover.parity.drift import CASES, HERE, LOGS, TINY, Row, grown, line, measu
 from clover.parity.fingerprint import fingerprint
 from clover.parity.log import read_log
 from clover.parity.models import backend_of, open_model
-from clover.parity.prompts import read_prompts
+from clover.parity.prompts import read_requests
 from clover.parity.replay import replay
 
 COMMITTED = parse((HERE / "drift.md").read_text())
@@ -76,8 +76,8 @@ def test_sglangs_class_recorded_anew_decides_as_in_the_committed_log():
 
     committed = read_log(LOGS / "clover-float32.jsonl")
     model = open_model(TINY, 32)
-    prompts = read_prompts(HERE / "prompts.jsonl", TINY)[:6]
-    log = record(TINY, model, prompts, threshold=0.95, max_new_tokens=96, backend=backend_of(model))
+    requests = read_requests(HERE / "prompts.jsonl", TINY, max_new_tokens=96)[:6]
+    log = record(TINY, model, requests, threshold=0.95, backend=backend_of(model))
     assert log.requests == committed.requests[:6]
     decisions = [(s.request, s.block, s.step, s.before, s.after) for s in log.steps]
     assert decisions == [(s.request, s.block, s.step, s.before, s.after) for s in committed.steps if s.request < 6]

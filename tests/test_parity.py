@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clover.parity.__main__ import main
 from clover.parity.fingerprint import fingerprint
 from clover.parity.log import read_log, write_log
 from clover.parity.models import open_model
@@ -63,11 +64,19 @@ def changed(line: str, **changes) -> str:
     return json.dumps({name: value for name, value in entry.items() if value is not ...}) + "\n"
 
 
+def as_commit(line: str, tokens: list[int]) -> str:
+    """A commit of the block that a step's line is of."""
+    step = json.loads(line)
+    kept = {name: step[name] for name in ("request", "block", "start")}
+    return json.dumps({"type": "commit"} | kept | {"tokens": tokens}) + "\n"
+
+
+LINES = LOGS[0].read_text().splitlines()
 MALFORMED = {
     "no JSON": (3, lambda line: line[:-9] + "\n", "no JSON"),
     "no object": (2, lambda line: "[1]\n", "`type` is \\[1\\]"),
     "an unknown kind": (2, lambda line: changed(line, type="x"), "`type` is 'x'.*header, request, step, commit"),
-    "another version": (1, lambda line: changed(line, version=2), "2\\), but must be \\('clover-parity', 1\\)"),
+    "another version": (1, lambda line: changed(line, version=1), "1\\), but must be \\('clover-parity', 2\\)"),
     "another format": (1, lambda line: changed(line, format="x"), "'x'"),
     "no header": (1, lambda line: "", "request before the header"),
     "two headers": (2, lambda line: json.dumps({"type": "header"}) + "\n", "second header"),
@@ -76,8 +85,39 @@ MALFORMED = {
     "a wrong type": (2, lambda line: changed(line, prompt=["x"]), "`prompt`"),
     "a truth for a number": (2, lambda line: changed(line, prompt=[True]), "`prompt`"),
     "no budget": (2, lambda line: changed(line, sampling={}), "max_new_tokens"),
+    "a truth for a budget": (
+        2,
+        lambda line: changed(line, sampling={"max_new_tokens": True}),
+        "max_new_tokens` is True",
+    ),
+    "a budget smaller than its answer": (2, lambda line: changed(line, sampling={"max_new_tokens": 1}), "is 1, but"),
+    "an empty prompt": (2, lambda line: changed(line, prompt=[]), "`prompt` is \\[\\]"),
+    "an empty answer": (2, lambda line: changed(line, output=[]), "`output` is \\[\\]"),
+    "a token below zero": (2, lambda line: changed(line, prompt=[-1]), "`prompt` is \\[-1\\]"),
+    "a token beyond any vocabulary": (2, lambda line: changed(line, output=[10**30]), "`output` is \\[1000"),
+    "an end that is none": (2, lambda line: changed(line, finish_reason="abort"), "`finish_reason` is 'abort'"),
+    "a text for a stop token": (
+        2,
+        lambda line: changed(line, sampling={"max_new_tokens": 99, "stop_token_ids": ["a"]}),
+        "`stop_token_ids`",
+    ),
+    "a text for an end token": (
+        1,
+        lambda line: line.replace('"eos_token_ids": [', '"eos_token_ids": ["x", '),
+        "eos_token",
+    ),
+    "a truth for a block": (
+        1,
+        lambda line: line.replace('"block_size": 4', '"block_size": true'),
+        "`block_size` is True",
+    ),
+    "no counts": (1, lambda line: changed(line, counts=...), "`counts` is None"),
+    "no UTF-8": (2, lambda line: line[:30] + "\udcff" + line[30:], "utf-8"),
+    "nested too deeply": (2, lambda line: "[" * 100_000 + "\n", "nested too deeply"),
     "requests out of order": (2, lambda line: changed(line, request=4), "`request` is 4, but must be 0"),
     "a step of no request": (3, lambda line: changed(line, request=7), "`request` is 7"),
+    "a commit of something else": (4, lambda line: as_commit(LINES[2], [1] * 4), "the commit is \\[1, 1, 1, 1\\]"),
+    "a commit before any step": (3, lambda line: as_commit(line, [100, 107, 114, 3]), "block 0, which has no steps"),
     "a short block": (3, lambda line: changed(line, after=[1]), "`after` has 1 entries"),
     "a block elsewhere": (3, lambda line: changed(line, start=2), "`start` is 2"),
     "a step that does not follow": (5, lambda line: changed(line, before=[1] * 4), "`before` is .*the step before it"),
@@ -88,7 +128,7 @@ MALFORMED = {
     "a step left out": (4, lambda line: changed(line, step=5), "`step` is 5, but must be"),
     "a confidence where nothing is masked": (3, lambda line: changed(line, confidences=[0.5] * 4), "`confidences`"),
     "a clean token changed": (3, lambda line: changed(line, after=[1] * 4), "`after` has another token"),
-    "a header without a model": (1, lambda line: changed(line, model={}), "`model` .*`architectures`"),
+    "a header without a model": (1, lambda line: changed(line, model={}), "`architectures` is None in `model`"),
     "an algorithm without a threshold": (
         1,
         lambda line: changed(line, algorithm={"name": "LowConfidence", "block_size": 4}),
@@ -103,9 +143,30 @@ def test_a_malformed_line_is_refused_with_its_number(name, tmp_path):
     lines = LOGS[0].read_text().splitlines(keepends=True)
     lines[number - 1] = change(lines[number - 1])
     path = tmp_path / "log.jsonl"
-    path.write_text("".join(lines))
+    path.write_text("".join(lines), errors="surrogateescape")
     with pytest.raises(ValueError, match=f"log.jsonl, line {number}: .*{message}"):
         read_log(path)
+
+
+@pytest.mark.parametrize("kind", ["request", "step", "commit"])
+def test_a_log_that_lost_its_end_or_all_of_a_kind_is_not_whole(kind, tmp_path):
+    lines = LOGS[0].read_text().splitlines(keepends=True)
+    kinds = [json.loads(line)["type"] for line in lines]
+    cut = len(kinds) - 1 - kinds[::-1].index("request")
+    for kept in (lines[:cut], [line for line, of in zip(lines, kinds, strict=True) if of != kind or kind == "request"]):
+        (tmp_path / "log.jsonl").write_text("".join(kept))
+        if kept != lines:
+            with pytest.raises(ValueError, match="log.jsonl: the header counts .* the log is not whole|has no steps"):
+                read_log(tmp_path / "log.jsonl")
+
+
+def test_a_log_that_could_not_be_read_is_not_written(tmp_path):
+    log = read_log(LOGS[0])
+    (tmp_path / "log.jsonl").write_text("before")
+    with pytest.raises(ValueError, match="`prompt` is"):
+        write_log(tmp_path / "log.jsonl", replace(log, requests=[replace(log.requests[0], prompt=[])], steps=[]))
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+    assert (tmp_path / "log.jsonl").read_text() == "before"
 
 
 def test_an_empty_file_is_no_log(tmp_path):
@@ -258,11 +319,14 @@ def test_what_cannot_be_replayed_is_refused_by_name(folder, log):
 
 
 def test_a_stop_token_of_the_request_ends_its_answer_as_in_sglang(folder, log):
+    """Which ignores it where `ignore_eos` is true: `Req._check_token_based_finish` of SGLang 0.5.23."""
     request = log.requests[0]
-    sampling = request.sampling | {"ignore_eos": True, "stop_token_ids": [request.output[3]]}
-    cut = replace(request, sampling=sampling, output=request.output[:4], finish_reason="stop")
-    report = replayed(folder, replace(log, requests=[cut, *log.requests[1:]]))
-    assert report.requests_equal == 9
+    sampling = request.sampling | {"stop_token_ids": [request.output[3]]}
+    cut = replace(request, sampling=sampling | {"ignore_eos": False}, output=request.output[:4], finish_reason="stop")
+    whole = replace(request, sampling=sampling | {"ignore_eos": True})
+    for stopped in (cut, whole):
+        report = replayed(folder, replace(log, requests=[stopped, *log.requests[1:]]))
+        assert report.requests_equal == 9
 
 
 def test_a_report_has_both_sides_and_a_picture(folder, log, tmp_path):
@@ -290,6 +354,56 @@ def test_the_command_replays_a_log_and_exits_with_1_where_the_algorithms_differ(
     done = command("replay", LOGS[0], "--model", tmp_path)
     assert done.returncode == 2
     assert "fingerprint" in done.stderr
+
+
+def status_and_error(monkeypatch, capsys, *arguments) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["clover.parity", *map(str, arguments)])
+    status = main()
+    return status, capsys.readouterr().err
+
+
+def test_what_cannot_be_compared_is_status_2_and_one_message(folder, log, tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        return status_and_error(monkeypatch, capsys, *arguments)
+
+    status, error = run("replay", LOGS[0], "--model", folder, "--device", "cuda:99")
+    assert status == 2 and "`--device` is 'cuda:99'" in error
+    status, error = run("replay", LOGS[0], "--model", folder, "--device", "nowhere")
+    assert status == 2 and "`--device` is 'nowhere'" in error
+    outside = replace(log.requests[-1], prompt=[2**30])
+    write_log(tmp_path / "log.jsonl", replace(log, requests=[*log.requests[:-1], outside], steps=[], commits=[]))
+    status, error = run("replay", tmp_path / "log.jsonl", "--model", folder)
+    assert status == 2 and "request 8 has the token 1073741824, but" in error
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    status, error = run("replay", LOGS[0], "--model", tmp_path)
+    assert status == 2 and f"the weights in {tmp_path} cannot be read" in error
+    (tmp_path / "config.json").write_text("[1]")
+    status, error = run("replay", LOGS[0], "--model", tmp_path)
+    assert status == 2 and "config.json holds no object" in error
+    (tmp_path / "raw.json").write_text("[1")
+    status, error = run("convert", tmp_path / "raw.json", tmp_path / "out.jsonl", "--model", folder)
+    assert status == 2 and "raw.json: no JSON" in error
+    status, error = run("convert", tmp_path / "raw.json", tmp_path / "raw.json", "--model", folder)
+    assert status == 2 and "raw.json is there already" in error
+    status, error = run("record-class", tmp_path / "nowhere" / "log", "--model", folder)
+    assert status == 2 and "nowhere is no folder" in error
+
+
+CLASS_REQUESTS = {
+    "what only an engine has": ({"top_p": 0.5}, "request 0 has `top_p`"),
+    "a temperature": ({"temperature": 1}, "`temperature` 1, but the class is greedy"),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_REQUESTS)
+def test_record_class_refuses_what_it_would_leave_out(name, tmp_path, monkeypatch, capsys):
+    sampling, message = CLASS_REQUESTS[name]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"input_ids": [5], "sampling_params": sampling}) + "\n")
+    arguments = ("--model", ROOT / "checkpoints" / "clover-tiny", "--prompts", tmp_path / "prompts.jsonl")
+    status, error = status_and_error(monkeypatch, capsys, "record-class", tmp_path / "log.jsonl", *arguments)
+    assert status == 2 and message in error
+    assert not (tmp_path / "log.jsonl").exists()
 
 
 # ---- raw recordings --------------------------------------------------------------------------------------------------
@@ -338,6 +452,31 @@ def test_a_raw_recording_becomes_requests_steps_and_commits(folder):
 def test_a_recording_that_lacks_something_is_refused(name, folder):
     with pytest.raises(ValueError, match=f"no '{name}'"):
         convert({key: value for key, value in RAW.items() if key != name}, folder)
+
+
+MISSHAPEN = {
+    "a list": [1],
+    "steps that are none": RAW | {"steps": 5},
+    "an event that is none": RAW | {"steps": [5]},
+    "positions that are none": RAW | {"steps": [EVENT | {"positions": []}]},
+    "settings that are none": RAW | {"algorithm_config": 5},
+    "no request": RAW | {"runs": [5]},
+    "another one's mask token": RAW | {"steps": [EVENT | {"mask_id": 98}]},
+}
+
+
+@pytest.mark.parametrize("name", MISSHAPEN)
+def test_a_recording_of_another_shape_is_refused(name, folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": 99}
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="the recording (is not as|has)"):
+        convert(MISSHAPEN[name], tmp_path)
+
+
+def test_settings_that_a_log_cannot_have_are_refused_when_it_is_written(folder, tmp_path):
+    with pytest.raises(ValueError, match="`threshold` is None"):
+        write_log(tmp_path / "log.jsonl", convert(RAW | {"algorithm_config": {"block_size": 4}}, folder))
 
 
 def test_a_step_of_an_unknown_request_is_refused(folder):

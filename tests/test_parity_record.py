@@ -36,7 +36,9 @@ from clover.parity import sglang_client
 from clover.parity.fingerprint import fingerprint
 from clover.parity.log import read_log
 from clover.parity.models import open_model
-from clover.parity.record import read_requests, record
+from clover.parity.partial import Partial
+from clover.parity.prompts import read_requests
+from clover.parity.record import record
 from clover.parity.replay import replay
 from clover.parity.sglang_client import Refused, Server, Unusable, joined
 from clover.parity.tiny_sdar import MASK as SDAR_MASK
@@ -169,6 +171,9 @@ BAD_LINES = {
     "a token outside the vocabulary": ('{"input_ids": [50]}', "outside the vocabulary of 50"),
     "no budget": ('{"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}', "`max_new_tokens` is 0"),
     "several answers": ('{"input_ids": [1], "sampling_params": {"n": 2}}', "`n` is 2"),
+    "a prompt twice": ('{"input_ids": [1], "prompt": "one"}', "and not both"),
+    "a text without a tokenizer": ('{"prompt": "one"}', "okenizer"),
+    "nested too deeply": ("[" * 100_000, "nested too deeply"),
     "no object of parameters": ('{"input_ids": [1], "sampling_params": []}', "`sampling_params` is \\[\\]"),
 }
 
@@ -387,9 +392,9 @@ def test_ctrl_c_keeps_what_is_answered(server, prompts, model, out, capsys):
     assert prompts_asked(server)[3:] == [[6, 7, 8, 9]]
 
 
-def interrupted(server, prompts, model, out):
+def interrupted(server, prompts, model, out, answered=2):
     """A recording that has come as far as two answers."""
-    server.behaviours = [behaving, behaving, failing(400)]
+    server.behaviours = [*[behaving] * answered, failing(400)]
     with pytest.raises(Refused):
         recorded(server, prompts, model, out)
     server.asked.clear()
@@ -469,6 +474,26 @@ def test_a_damaged_file_of_answers_is_refused(server, prompts, model, out):
             recorded(server, prompts, model, out)
 
 
+def test_a_recording_of_which_nothing_was_answered_begins_anew(server, prompts, model, out):
+    interrupted(server, prompts, model, out, answered=0)
+    changed_prompts(server, prompts, model)
+    recorded(server, prompts, model, out)
+    assert [request.prompt for request in read_log(out).requests] == [[1, 2, 3], [4, 6], [6, 7, 8, 9]]
+
+
+def test_two_recorders_do_not_write_one_log(server, prompts, model, out):
+    with Partial(partial_of(out), {}, [{}]):
+        with pytest.raises(ValueError, match="is being written by another recorder"):
+            recorded(server, prompts, model, out)
+    assert not server.asked
+
+
+def test_a_recording_that_could_not_be_written_is_refused_before_anything_is_asked(server, prompts, model, tmp_path):
+    with pytest.raises(ValueError, match="nowhere is no folder"):
+        recorded(server, prompts, model, tmp_path / "nowhere" / "log.jsonl")
+    assert not server.asked
+
+
 def test_a_complete_log_is_not_recorded_over(server, prompts, model, out):
     recorded(server, prompts, model, out)
     with pytest.raises(ValueError, match="is there already"):
@@ -519,7 +544,7 @@ def test_steps_are_brought_together_with_the_answers(server, prompts, model, out
         *[(1, 0, 0), (1, 1, 0)],
         *[(2, 1, 0), (2, 2, 0)],
     ]
-    assert [(c.request, c.block) for c in log.commits if c.request == 2] == [(2, 1), (2, 2)]  # not the prompt's block
+    assert [(c.request, c.block) for c in log.commits if c.request == 2] == [(2, 1)]  # not the prompt's, nor the last
     assert log.steps[0].before == [1, 2, 3, MASK] and log.steps[0].tokens == [None, None, None, 6]
 
 
@@ -636,12 +661,6 @@ def test_the_observer_does_nothing_unless_a_file_is_named(observer, monkeypatch)
 # ---- a real SGLang ---------------------------------------------------------------------------------------------------
 
 
-def without_last_commits(log):
-    """The server answers without waiting for the pass that stores an answer's last block: it may be observed or not."""
-    last = {step.request: step.block for step in log.steps}
-    return replace(log, commits=[commit for commit in log.commits if commit.block < last[commit.request]])
-
-
 @needs_sglang
 @pytest.mark.parametrize(("block_size", "arguments"), [(4, []), (8, ["--no-dllm-fdfo"])], ids=["fdfo", "sync"])
 def test_a_real_sglang_recorded_whole_and_streamed_gives_one_log_that_replays_equal(tmp_path, block_size, arguments):
@@ -667,7 +686,7 @@ def test_a_real_sglang_recorded_whole_and_streamed_gives_one_log_that_replays_eq
             with pytest.raises(Refused, match="request 0: .*600"):
                 record(server, too_long, model, tmp_path / "refused", NOTHING | settings_of(plain), stream=stream)
     log = logs["whole"]
-    assert without_last_commits(log) == without_last_commits(logs["streamed"])
+    assert log == logs["streamed"]
     assert read_log(tmp_path / "plain") == replace(log, steps=[], commits=[])
     assert log.header.algorithm == {"name": "LowConfidence", "threshold": 0.6, "block_size": block_size}
     assert log.header.model["mask_token_id"] == SDAR_MASK
