@@ -29,13 +29,13 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -61,6 +61,8 @@ from transformers.utils import can_return_tuple
 
 from .configuration_clover import CloverConfig, require
 from .generation_clover import CACHE, CloverGenerationMixin
+from .objective_clover import CloverTrainingOutput, Objective, Streams, block_diffusion_loss, clean_stream
+from .prefix_clover import CloverPrefix, read_only
 
 # transformers skips its own renaming of checkpoints for custom code: without this, per-expert and
 # `model.language_model.` checkpoints would load with random experts.
@@ -163,76 +165,6 @@ def coreset_routing(router_logits: torch.Tensor, top_k: int, top_p: float) -> tu
     return chosen.softmax(-1), indices
 
 
-# ---- the prefix: a cache that can be read and not advanced -----------------------------------------------------------
-
-
-class PrefixAttentionLayer(DynamicLayer):
-    """Keys and values of the clean prefix. `update` returns [prefix | block] and stores nothing."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.keys, self.values = keys, values
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
-
-
-def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
-    """A cache of some rows of `cache`, or of rows repeated; `rows` are indices (b,). Copies; `cache` is unchanged."""
-    layers = []
-    for layer in cache.layers:
-        selected = type(layer)()
-        if isinstance(layer, LinearAttentionLayer):
-            if layer.has_previous_state[0]:
-                conv_states, recurrent_states = layer.conv_states[0][rows], layer.recurrent_states[0][rows]
-                selected.lazy_initialization(conv_states=conv_states, recurrent_states=recurrent_states)
-                selected.conv_states[0], selected.recurrent_states[0] = conv_states, recurrent_states
-                selected.has_previous_state[0] = True
-        elif layer.is_initialized:
-            keys, values = layer.keys[rows], layer.values[rows]
-            selected.lazy_initialization(keys, values)
-            selected.keys, selected.values = keys, values
-        layers.append(selected)
-    return Cache(layers=layers)
-
-
-def read_only(cache: Cache) -> Cache:
-    """What a denoising pass may see of a cache: attention layers that do not store, GDN layers that it only reads."""
-
-    def view(layer):
-        if isinstance(layer, LinearAttentionLayer):
-            return layer
-        kind = type(layer).__name__
-        require(isinstance(layer, DynamicLayer), "past_key_values", kind, "a DynamicCache: no other is read so far")
-        return PrefixAttentionLayer(layer.keys, layer.values) if layer.is_initialized else DynamicLayer()
-
-    return Cache(layers=[view(layer) for layer in cache.layers])
-
-
-@dataclass
-class CloverPrefix:
-    """The clean tokens before a block: their cache, their ids (B, P), and which of them are real tokens (B, P)."""
-
-    cache: Cache
-    mask: torch.Tensor
-    ids: torch.Tensor
-    owner: "weakref.ref[CloverForDiffusionLM]"  # whose keys, values and states these are
-
-    def select(self, rows: torch.Tensor) -> "CloverPrefix":
-        return replace(self, cache=select_rows(self.cache, rows), mask=self.mask[rows], ids=self.ids[rows])
-
-    def packed(self) -> "CloverPrefix":
-        """The same with every row's real tokens moved to the right, and no column without any; in place."""
-        width = int(self.mask.sum(-1).max())
-        columns = self.mask.bool().long().argsort(dim=-1, stable=True)[:, self.mask.shape[1] - width :]
-        for layer in self.cache.layers:
-            if not isinstance(layer, LinearAttentionLayer) and layer.is_initialized:
-                index = columns[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[-1])
-                layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
-        return replace(self, mask=self.mask.gather(1, columns), ids=self.ids.gather(1, columns))
-
-
 # ---- the modules: only what differs from Qwen3.5-MoE -----------------------------------------------------------------
 
 
@@ -249,7 +181,11 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         self.bd_softmax_history_c = nn.Parameter(torch.ones(self.num_v_heads, **fp32))
 
     @force_accelerate_hooks("conv1d")  # the weight of conv1d is read here without calling conv1d
-    def forward(self, hidden_states: torch.Tensor, is_causal: bool = True, **kwargs) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, is_causal: bool = True, streams: Streams | None = None, **kwargs
+    ) -> torch.Tensor:
+        if streams is not None:
+            return self._both_streams(hidden_states, streams)
         if is_causal:
             return super().forward(hidden_states, **kwargs)
         return self._denoise(hidden_states, *self._prefix_states(hidden_states, kwargs[CACHE]))
@@ -265,32 +201,49 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         return ring, state
 
     def _denoise(self, hidden_states: torch.Tensor, ring: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = hidden_states.shape
-        groups = self.num_v_heads // self.num_k_heads
         mixed = self.in_proj_qkv(hidden_states).mT  # (B, C, T)
         mixed = block_conv(
             mixed, ring.to(mixed.dtype), self.conv1d.weight.squeeze(1), self.conv_right_weight.to(mixed.dtype)
         ).mT
-        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        query = l2norm(query.reshape(batch, length, -1, self.head_k_dim).float()).repeat_interleave(groups, dim=2)
-        key = l2norm(key.reshape(batch, length, -1, self.head_k_dim).float()).repeat_interleave(groups, dim=2)
-        value = value.reshape(batch, length, -1, self.head_v_dim)
-        g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
-        log_beta = F.logsigmoid(self.in_proj_b(hidden_states).float())
+        query, key, value = self.heads(mixed)
         mixed = block_softmax_mixer(
-            query,
-            key,
+            l2norm(query.float()),
+            l2norm(key.float()),
             value,
-            g,
-            log_beta,
+            self.log_decay(self.in_proj_a(hidden_states)),
+            F.logsigmoid(self.in_proj_b(hidden_states).float()),
             state,
             self.bd_softmax_logit_scale,
             self.bd_softmax_history_bias,
             self.bd_softmax_history_c,
         )
+        return self._gated_output(mixed, hidden_states)
+
+    def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values (B, T, H, d) of the convolution's output (B, T, C), for each value head."""
+        parts = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        dims, groups = (self.head_k_dim, self.head_k_dim, self.head_v_dim), self.num_v_heads // self.num_k_heads
+        query, key, value = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        return query.repeat_interleave(groups, dim=2), key.repeat_interleave(groups, dim=2), value
+
+    def log_decay(self, a: torch.Tensor) -> torch.Tensor:
+        """g (..., H) <= 0 of in_proj_a's output, in fp32."""
+        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+
+    def _gated_output(self, mixed: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the parent does with its kernel's output (B, T, H, d_v)."""
         z = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
-        mixed = self.norm(mixed.reshape(-1, self.head_v_dim).to(hidden_states.dtype), z)
-        return self.out_proj(mixed.reshape(batch, length, -1))
+        normed = self.norm(mixed.reshape(-1, self.head_v_dim).to(hidden_states.dtype), z)
+        return self.out_proj(normed.reshape(*hidden_states.shape[:-1], -1))
+
+    def _both_streams(self, hidden_states: torch.Tensor, streams: Streams) -> torch.Tensor:
+        """Training: the clean stream causally, the noisy blocks each against the clean states before it."""
+        clean, noisy = streams.split(hidden_states)  # (B, n, T, D), (B, m, T, D)
+        inputs = self.in_proj_qkv(clean)
+        rings = streams.rings(inputs, self.conv_kernel_size - 1).mT  # (B, n, C, K-1)
+        mixed, states = clean_stream(self, clean, inputs, rings, streams)
+        noisy_out = self._denoise(noisy.flatten(0, 1), streams.of_noisy(rings), streams.of_noisy(states))
+        return streams.joined(self._gated_output(mixed, clean), noisy_out.unflatten(0, noisy.shape[:2]))
 
     def states_after(
         self, ring: torch.Tensor, state: torch.Tensor, projected: dict[str, torch.Tensor], counts: torch.Tensor
@@ -300,21 +253,16 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         `ring` and `state` are those before the T tokens, `projected` what a causal pass over all of them has computed:
         in_proj_qkv's (B, T, C), in_proj_a's and in_proj_b's (B, T, H). No projection is run again.
         """
-        batch, length, channels = projected["in_proj_qkv"].shape
+        _, length, channels = projected["in_proj_qkv"].shape
         inputs = torch.cat([ring, projected["in_proj_qkv"].mT], dim=-1)  # (B, C, K-1+T)
-        mixed = F.silu(F.conv1d(inputs, self.conv1d.weight, groups=channels)).mT
-        _, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        key = key.reshape(batch, length, -1, self.head_k_dim)
-        key = key.repeat_interleave(self.num_v_heads // self.num_k_heads, dim=2)
-        value = value.reshape(batch, length, -1, self.head_v_dim)
+        _, key, value = self.heads(F.silu(F.conv1d(inputs, self.conv1d.weight, groups=channels)).mT)
         dropped = (torch.arange(length, device=counts.device) >= counts[:, None])[..., None]
-        g = -self.A_log.float().exp() * F.softplus(projected["in_proj_a"].float() + self.dt_bias)
         _, state = torch_chunk_gated_delta_rule(
             key,  # in the place of queries, whose results are not used
             key,
             value,
-            g=g.masked_fill(dropped, 0),  # what is dropped neither decays the state nor writes to it
-            beta=projected["in_proj_b"].sigmoid().masked_fill(dropped, 0),
+            g=self.log_decay(projected["in_proj_a"]).masked_fill(dropped, 0),  # what is dropped decays nothing
+            beta=projected["in_proj_b"].sigmoid().masked_fill(dropped, 0),  # and writes nothing
             initial_state=state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -324,22 +272,35 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
 
 
 class CloverSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
-    """The mixture of experts; with `expert_coreset_top_p` set, tokens are routed inside their block's coreset."""
+    """The mixture of experts; with `expert_coreset_top_p` set, tokens are routed inside their block's coreset.
 
-    def forward(self, hidden_states: torch.Tensor, expert_coreset_top_p: float | None = None) -> torch.Tensor:
+    In training the clean tokens come first and are routed exactly; of the rest each `block_size` are a block.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        expert_coreset_top_p: float | None = None,
+        streams: Streams | None = None,
+    ) -> torch.Tensor:
         if expert_coreset_top_p is None:
             return super().forward(hidden_states)
-        batch, length, dim = hidden_states.shape
+        batch, _, dim = hidden_states.shape
         flat = hidden_states.reshape(-1, dim)
-        router_logits = self.gate(flat)[0].view(batch, length, -1)
-        weights, indices = coreset_routing(router_logits, self.gate.top_k, expert_coreset_top_p)
+        router_logits, weights, indices = (x.unflatten(0, (batch, -1)) for x in self.gate(flat))  # (B, L, E or k)
+        clean, size = (streams.clean, streams.block_size) if streams else (0, hidden_states.shape[1])
+        blocks = router_logits[:, clean:].unflatten(1, (-1, size)).flatten(0, 1)
+        inside = coreset_routing(blocks, self.gate.top_k, expert_coreset_top_p)
+        inside_weights, inside_indices = (x.reshape(batch, -1, self.gate.top_k) for x in inside)
+        weights = torch.cat([weights[:, :clean], inside_weights.to(weights.dtype)], dim=1)
+        indices = torch.cat([indices[:, :clean], inside_indices], dim=1)
         routed = self.experts(flat, indices.flatten(0, 1), weights.flatten(0, 1).to(router_logits.dtype))
         shared = F.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
-        return (routed + shared).view(batch, length, dim)
+        return (routed + shared).view(hidden_states.shape)
 
 
 class CloverDecoderLayer(Qwen3_5MoeDecoderLayer):
-    """A decoder layer of two passes: the causal one is the parent's, the denoising one is spelt out."""
+    """A decoder layer of two passes: the causal one is the parent's, the denoising one, and training, are spelt out."""
 
     def __init__(self, config: CloverConfig, layer_idx: int):
         GradientCheckpointingLayer.__init__(self)  # the parent's would build its own mixer and experts
@@ -361,6 +322,7 @@ class CloverDecoderLayer(Qwen3_5MoeDecoderLayer):
         denoising: bool = False,
         prefix: Cache | None = None,  # not under the cache's name, which gradient checkpointing would set to None
         expert_coreset_top_p: float | None = None,
+        streams: Streams | None = None,
         **kwargs,
     ) -> torch.Tensor:
         if not denoising:
@@ -368,13 +330,13 @@ class CloverDecoderLayer(Qwen3_5MoeDecoderLayer):
         cache = {CACHE: prefix}
         mixed = self.input_layernorm(hidden_states)
         if self.block_type == "linear_attention":
-            mixed = self.linear_attn(mixed, is_causal=False, **cache)
+            mixed = self.linear_attn(mixed, is_causal=False, streams=streams, **cache)
         else:
             # Without a mask sdpa would fall back to a causal one; `is_causal=False` says that none is meant.
             mixed, _ = self.self_attn(mixed, position_embeddings, attention_mask, is_causal=False, **cache)
         hidden_states = hidden_states + mixed
-        mixed = self.mlp(self.post_attention_layernorm(hidden_states), expert_coreset_top_p=expert_coreset_top_p)
-        return hidden_states + mixed
+        normed = self.post_attention_layernorm(hidden_states)
+        return hidden_states + self.mlp(normed, expert_coreset_top_p=expert_coreset_top_p, streams=streams)
 
 
 class CloverPreTrainedModel(Qwen3_5MoePreTrainedModel):
@@ -416,11 +378,15 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
         cache: Cache | None = None,
         is_causal: bool = True,
         expert_coreset_top_p: float | None = None,
+        streams: Streams | None = None,
         **kwargs,
     ):
         """As `Qwen3_5MoeTextModel.forward`; `CloverForDiffusionLM.forward` has the arguments of a denoising pass."""
         cache = past_key_values if cache is None else cache
-        if is_causal:
+        if streams is not None:
+            coreset = {"expert_coreset_top_p": self.config.expert_coreset_top_p}
+            denoising = {"denoising": True, "streams": streams} | coreset
+        elif is_causal:
             require(
                 expert_coreset_top_p is None,
                 "expert_coreset_top_p",
@@ -475,7 +441,11 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
     """A block-diffusion language model: `generate()` denoises block after block; the causal pass is a language model.
 
     Denoising logits at position i are of position i itself; causal logits at i are of position i+1.
+
+    `objective` is what `forward(input_ids, labels=...)` minimises: see `objective_clover.py`.
     """
+
+    objective = Objective()
 
     def __init__(self, config: CloverConfig):
         super(Qwen3_5MoeForCausalLM, self).__init__(config)  # past the parent's, which would build its own trunk
@@ -500,14 +470,17 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: Cache | None = None,
-        is_causal: bool = True,
+        is_causal: bool | None = None,
         expert_coreset_top_p: float | None = None,
         **kwargs,
-    ) -> MoeCausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast | CloverTrainingOutput:
         """One pass. The arguments not named here are those of `Qwen3_5MoeForCausalLM.forward`.
 
+        With `labels`, and nothing said of `is_causal`, this is training: see `block_diffusion_loss` for the arguments
+        and for what comes back. With `is_causal=True` the loss is the autoregressive one.
+
         Args:
-            is_causal (`bool`, defaults to True): False is a denoising pass over one block per row.
+            is_causal (`bool`, defaults to True without `labels`): False is a denoising pass over one block per row.
             input_ids: (B, T); in a denoising pass one block, usually of `block_size` positions, any T >= 1.
             attention_mask: causal: (B, P+T), left-padded. Denoising: (B, P), the padding of the prefix in the
                 cache; the block itself is never padded.
@@ -522,6 +495,12 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
             ValueError: `labels` in a denoising pass; a mask that does not fit the prefix or pads on the right.
         """
         cache = past_key_values if cache is None else cache
+        if labels is not None and is_causal is None:
+            for name, value in {CACHE: cache, "inputs_embeds": inputs_embeds, "position_ids": position_ids}.items():
+                require(value is None, name, type(value).__name__, "null in training, where it follows from the rest")
+            kwargs |= {"output_router_logits": output_router_logits}
+            return block_diffusion_loss(self, input_ids, labels, attention_mask, **kwargs)
+        is_causal = is_causal is not False
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, CACHE: cache}
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
         if is_causal:
@@ -534,7 +513,9 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
                 **({} if expert_coreset_top_p is None else {"expert_coreset_top_p": expert_coreset_top_p}),
                 **kwargs,
             )
-        require(labels is None, "labels", "a tensor", "null in a denoising pass: the diffusion loss is in `training/`")
+        require(
+            labels is None, "labels", "a tensor", "null in a denoising pass: without `is_causal` they are trained on"
+        )
         outputs = self.model(
             **inputs,
             is_causal=False,

@@ -42,7 +42,7 @@ def test_without_a_cache_the_logits_are_the_stock_models_exactly(clover_model, s
 
 def test_every_output_is_the_stock_models_exactly(clover_model, stock_model):
     wanted = {"labels": IDS, "output_hidden_states": True, "output_router_logits": True, "use_cache": True}
-    ours, theirs = clover_model(IDS, **wanted), stock_model(IDS, **wanted)
+    ours, theirs = clover_model(IDS, is_causal=True, **wanted), stock_model(IDS, **wanted)
     assert torch.equal(ours.loss, theirs.loss)
     assert torch.equal(ours.aux_loss, theirs.aux_loss)
     for name in ("hidden_states", "router_logits"):
@@ -153,7 +153,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant, stock_model):
             model = random_clover().train()
             if checkpointed:
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model(IDS, labels=IDS, use_cache=False).loss.backward()
+            model(IDS, labels=IDS, is_causal=True, use_cache=False).loss.backward()
             gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     plain, checkpointed = gradients
     for name, gradient in plain.items():

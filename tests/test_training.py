@@ -6,7 +6,6 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import AutoTokenizer
 
 from clover.training import ablations, batches, tiny
 from clover.training.evaluate import ONE_TOKEN_PER_PASS, Result, answer, draw, task_table, threshold_table
-from clover.training.objective import Batch, block_diffusion_loss
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "clover-tiny"
@@ -28,127 +26,65 @@ def tokenizer():
 
 @pytest.fixture
 def model(tokenizer):
-    model = tiny.new_model(tiny.tiny_config(tokenizer), seed=3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.1)
-            elif "bd_softmax" in name:
-                parameter.add_(torch.rand_like(parameter))
-    return model
+    return tiny.new_model(tiny.tiny_config(tokenizer), seed=3)
 
 
-def test_the_denoising_loss_is_that_of_the_generation_passes(model, tokenizer):
+def test_a_batch_learns_answers_to_their_end_and_nothing_else(tokenizer):
     batch = next(batches.batches(tokenizer, 32, seed=5, tokens=384))
-    losses, weights = [], []
-    for n in range(len(batch.rows)):
-        for row, target, noisy, weight in zip(
-            batch.rows[n], batch.targets[n], batch.noisy[n], batch.weights[n], strict=True
-        ):
-            clean = batch.clean[row, : n * 32][None]
-            prefix = model.prefill(clean, torch.ones_like(clean))
-            logits = model.denoise(prefix, noisy[None], (weight > 0)[None])
-            chosen = target[weight > 0]
-            losses.append(-logits.log_softmax(-1)[torch.arange(len(chosen)), chosen] * weight[weight > 0])
-            weights.append(weight.sum())
-    expected = torch.cat(losses).sum() / torch.stack(weights).sum()
-    denoising, _ = block_diffusion_loss(model, batch)
-    torch.testing.assert_close(denoising, expected, rtol=1e-4, atol=1e-4)
+    count, width = batch["input_ids"].shape
+    assert width % 32 == 0 and count * width >= 384
+    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+        length = int(mask.sum())
+        assert width - length < 32 and (ids[length:] == tokenizer.pad_token_id).all()
+        learnt = labels != -100
+        assert torch.equal(labels[learnt], ids[learnt]) and not learnt[length:].any()
+        text, answers = tokenizer.decode(ids[:length]), tokenizer.decode(ids[learnt])
+        last = text.rsplit("<|im_start|>assistant\n", 1)[1].removesuffix("<|im_end|>").rstrip()
+        assert last.split("</think>")[-1].strip() in answers and answers.rstrip().endswith("<|im_end|>")
+        assert "<|im_start|>" not in answers
 
 
-def test_the_causal_loss_is_that_of_one_causal_pass(model, tokenizer):
-    batch = next(batches.batches(tokenizer, 32, seed=6, tokens=384))
-    logits = model(batch.clean).logits[:, :-1].log_softmax(-1)
-    picked = logits.gather(-1, batch.clean[:, 1:, None])[..., 0]
-    _, causal = block_diffusion_loss(model, batch)
-    torch.testing.assert_close(causal, -picked[batch.predict[:, 1:]].mean(), rtol=1e-4, atol=1e-4)
-
-
-def test_gradients_reach_every_parameter_through_the_prefix_too(model, tokenizer):
-    batch = next(batches.batches(tokenizer, 32, seed=7, tokens=384))
-    denoising, _ = block_diffusion_loss(model, batch)
-    denoising.backward()
-    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    assert missing == []
-    clean = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    with pytest.MonkeyPatch.context() as patch:  # the clean stream's gradient alone is what detaching takes away
-        patch.setattr("clover.training.objective.cache_rows", detached_rows)
-        block_diffusion_loss(model, batch)[0].backward()
-    name = "model.layers.0.linear_attn.in_proj_a.weight"
-    assert (clean[name] - dict(model.named_parameters())[name].grad).abs().max() > 1e-7
-
-
-def detached_rows(cache, rows):
-    from clover.modeling_clover import select_rows
-
-    with torch.no_grad():
-        return select_rows(cache, rows)
-
-
-def test_padding_and_other_documents_do_not_change_a_documents_loss(model, tokenizer):
+def test_a_documents_loss_is_its_own_in_a_batch_of_others(model, tokenizer):
     batch = next(batches.batches(tokenizer, 32, seed=8, tokens=256))
-    rows = range(len(batch.clean))
-    alone = [block_diffusion_loss(model, only_row(batch, row))[0] * row_weight(batch, row) for row in rows]
-    together = block_diffusion_loss(model, batch)[0] * sum(row_weight(batch, row) for row in rows)
-    torch.testing.assert_close(sum(alone), together, rtol=1e-4, atol=1e-4)
-    garbage = Batch(**vars(batch))
-    unseen = torch.ones_like(batch.clean, dtype=torch.bool)
-    for row in rows:  # what lies after a document's last predicted token is padding
-        unseen[row, : int(batch.predict[row].nonzero().max()) + 1] = False
-    garbage.clean = torch.where(unseen, 5, batch.clean)
-    torch.testing.assert_close(block_diffusion_loss(model, garbage), block_diffusion_loss(model, batch))
-
-
-def row_weight(batch, row):
-    return sum(w[r == row].sum() for r, w in zip(batch.rows, batch.weights, strict=True) if len(r))
-
-
-def only_row(batch: Batch, row: int) -> Batch:
-    here = [rows == row if len(rows) else rows.bool() for rows in batch.rows]
-    pick = lambda parts: [part[h] for part, h in zip(parts, here, strict=True)]  # noqa: E731
-    rows = [torch.zeros_like(part) for part in pick(batch.rows)]
-    one = slice(row, row + 1)
-    return Batch(
-        batch.clean[one], batch.predict[one], rows, pick(batch.targets), pick(batch.noisy), pick(batch.weights)
-    )
-
-
-def test_a_noisy_block_keeps_the_prompts_tail_and_knows_nothing_after_the_answer():
-    ids, mask = list(range(100, 150)), [False] * 20 + [True] * 10 + [False] * 20
-    blocks = list(batches.answer_blocks(ids, mask, width=16, pad=0))
-    assert blocks == [(1, [*range(116, 130), 0, 0], 4, 14)]
-    chosen = batches.masked_positions(4, 16, ratio=0.5, rng=Random(0))
-    assert len(chosen) == 6 and min(chosen) >= 4
-
-
-def test_masking_ratios_are_spread_evenly():
-    drawn = list(islice(batches.ratios(Random(0)), 800))
-    assert [sum(i / 8 < ratio <= (i + 1) / 8 for ratio in drawn) for i in range(8)] == [100] * 8
+    items = (batch["labels"] != -100).sum()
+    parts = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(len(batch["labels"]))]
+    alone = sum(model(**part, num_items_in_batch=items).loss for part in parts)
+    torch.testing.assert_close(alone, model(**batch).loss, rtol=1e-4, atol=1e-4)
 
 
 def test_batches_repeat_with_their_seed_and_differ_with_another(tokenizer):
     first, again, other = (
-        [batch.clean for batch in islice(batches.batches(tokenizer, 32, seed, 512), 3)] for seed in (1, 1, 2)
+        [batch["input_ids"] for batch in islice(batches.batches(tokenizer, 32, seed, 512), 3)] for seed in (1, 1, 2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_an_autoregressive_step_minimises_the_next_tokens_loss_alone(model, tokenizer):
+    batch = next(batches.batches(tokenizer, 32, seed=8, tokens=256))
+    count = (batch["labels"] != -100).sum()
+    loss, denoising, causal = tiny.loss_of(model, batch, 2 * count, autoregressive=True)
+    with torch.no_grad():
+        expected = model(**batch).causal_loss
+    assert denoising == 0.0
+    torch.testing.assert_close(loss, expected / 2, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(causal), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tokenizer, tmp_path, monkeypatch):
     whole = tiny.train(SHORT, tokenizer, tmp_path / "whole", save_every=2)
-    steps, average = [], tiny.average_gradients
+    steps, whole_sum = [], tiny.sum_gradients
 
     def interrupted(*arguments):
         steps.append(1)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        average(*arguments)
+        whole_sum(*arguments)
 
-    monkeypatch.setattr(tiny, "average_gradients", interrupted)
+    monkeypatch.setattr(tiny, "sum_gradients", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tiny.train(SHORT, tokenizer, tmp_path / "parts", save_every=2)
-    monkeypatch.setattr(tiny, "average_gradients", average)
+    monkeypatch.setattr(tiny, "sum_gradients", whole_sum)
     parts = tiny.train(SHORT, tokenizer, tmp_path / "parts", save_every=2)
     for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert torch.equal(a, b), name

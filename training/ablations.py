@@ -9,7 +9,7 @@ the same documents in the same order, and the same masks unless masking is what 
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -21,10 +21,10 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gat
 
 from .. import modeling_clover
 from ..modeling_clover import CloverForDiffusionLM
+from ..objective_clover import Objective
 from . import batches as batching
 from . import tiny
 from .corpus import Document, Encoder, heldout
-from .objective import Batch, block_diffusion_loss
 
 RATIOS = (0.1, 0.5, 0.9, 1.0)
 TOKENIZER = Path(__file__).parents[1] / "checkpoints" / "clover-tiny"
@@ -58,20 +58,6 @@ def delta_softmax(query, key, value, g, log_beta, state, logit_scale, history_bi
     return ((query @ state + weights @ (beta * (value - key @ state))) * dim**-0.5).transpose(1, 2)
 
 
-def inverse_ratio(stream: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
-    """Batches whose losses are weighted by one over the masking ratio, at most 4."""
-
-    def weighted(*arguments) -> Iterator[Batch]:
-        for batch in stream(*arguments):
-            for block, weights in enumerate(batch.weights):
-                if len(weights):
-                    share = (weights > 0).float().mean(-1, keepdim=True)
-                    batch.weights[block] = weights * (1 / share).clamp(max=4.0)
-            yield batch
-
-    return weighted
-
-
 def freeze_right_taps(model: torch.nn.Module) -> None:
     """D has no right convolution either: its taps stay zero."""
     for name, parameter in model.named_parameters():
@@ -86,28 +72,32 @@ VARIANTS: dict[str, list[tuple[tuple[object, str], object]]] = {
     "D": [(MIXER, causal_recurrence)],
     "G": [(MIXER, delta_softmax)],
     "J, complementary masks": [],
-    "J, weights 1/ratio": [((tiny, "batches"), inverse_ratio(batching.batches))],
+    "J, weights 1/ratio": [],
 }
+SINGLE = Objective(complementary=False)
+OBJECTIVES = {"J, complementary masks": Objective(), "J, weights 1/ratio": replace(SINGLE, weighting="inverse_ratio")}
 
 
 def heldout_losses(model: CloverForDiffusionLM, tokenizer, documents: int = 256) -> dict[str, float]:
     """Cross entropy of held-out answers, by masking ratio and causally, on fixed documents and masks."""
-    encoded = Encoder(tokenizer)([Document((exchange,)) for exchange in heldout(documents, seed=1)])
-    width, groups = model.config.block_size, {}
-    for item in encoded:
-        groups.setdefault(-(-len(item[0]) // width), []).append(item)
-    pad, mask = tokenizer.pad_token_id, tokenizer.mask_token_id
-    losses = {}
+    groups = defaultdict(list)
+    for ids, learnt in Encoder(tokenizer)([Document((exchange,)) for exchange in heldout(documents, seed=1)]):
+        groups[-(-len(ids) // model.config.block_size)].append((ids, learnt))
+    size, pad = model.config.block_size, tokenizer.pad_token_id
+    batches = [batching.collate(group, size, pad, Random(0)) for group in groups.values()]
+    losses, trained, model.objective = {}, model.objective, SINGLE
     for ratio in RATIOS:
         total = causal_total = 0.0
-        for group in groups.values():
-            batch = batching.collate(group, width, pad, mask, Random(0), iter(lambda r=ratio: r, None), False)
-            batch.weights = [(weights == 1.0).float() for weights in batch.weights]  # padding does not count
+        for batch in batches:
             with torch.no_grad():
-                denoising, causal = block_diffusion_loss(model, batch)
-            total += denoising.item() * len(group) / documents
-            causal_total += causal.item() * len(group) / documents
+                out = model(**batch, masking_ratio=ratio)
+            share = len(batch["labels"]) / documents
+            total, causal_total = (
+                total + out.denoising_loss.item() * share,
+                causal_total + out.causal_loss.item() * share,
+            )
         losses[f"{ratio:g}"], losses["causal"] = round(total, 4), round(causal_total, 4)
+    model.objective = trained
     return losses
 
 
@@ -117,7 +107,7 @@ def run(name: str, recipe: tiny.Recipe, work: Path, documents: int = 256) -> dic
     result = folder / "losses.json"
     if not result.exists():
         tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-        recipe = replace(recipe, complementary="complementary" in name)
+        recipe = replace(recipe, objective=OBJECTIVES.get(name, SINGLE))
         build = tiny.new_model
 
         def new_model(config, seed):

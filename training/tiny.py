@@ -25,8 +25,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ..configuration_clover import CloverConfig
 from ..generation_clover import CloverGenerationConfig
 from ..modeling_clover import CloverForDiffusionLM, CloverGatedDeltaNet
+from ..objective_clover import IGNORED, Objective
 from .batches import batches
-from .objective import block_diffusion_loss
 
 MICRO_BATCHES = 2
 EMBEDDING_STD = 0.09
@@ -44,8 +44,8 @@ class Recipe:
     weight_decay: float = 0.01
     warmup: int = 200  # steps
     decay: float = 0.6  # share of the steps over which the rate falls linearly to zero
-    causal_weight: float = 0.5
-    complementary: bool = True  # each noisy block twice, what is masked and what is not exchanged
+    objective: Objective = Objective()
+    autoregressive: bool = False  # the causal loss alone
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> CloverConfig:
@@ -159,14 +159,36 @@ def load_state(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimi
     return step
 
 
-def average_gradients(model: nn.Module, micro_batches: int) -> None:
-    """Gradients summed over processes, divided by the step's number of micro-batches."""
+def sum_gradients(model: nn.Module) -> None:
+    """Gradients summed over processes."""
+    if not dist.is_initialized():
+        return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients]) / micro_batches
-    if dist.is_initialized():
-        dist.all_reduce(flat)
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
+
+
+def loss_of(
+    model: CloverForDiffusionLM, batch: dict[str, torch.Tensor], labels: torch.Tensor, autoregressive: bool
+) -> tuple[torch.Tensor, float, float]:
+    """What to minimise of a batch, and its denoising and causal losses; `labels` are those of the whole step."""
+    if autoregressive:
+        inputs = {name: value for name, value in batch.items() if name not in ("noise_seeds", "attention_mask")}
+        # Padding is on the right, where a causal pass does not see it.
+        loss = model(**inputs, is_causal=True, use_cache=False, num_items_in_batch=labels).loss
+        return loss, 0.0, loss.item() * float(labels / (batch["labels"] != IGNORED).sum())
+    out = model(**batch, num_items_in_batch=labels)
+    return out.loss, out.denoising_loss.item(), out.causal_loss.item()
+
+
+def labels_of(step: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The labels in a step's micro-batches, those of other processes too."""
+    count = sum((batch["labels"] != IGNORED).sum() for batch in step)
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count
 
 
 def train(
@@ -178,12 +200,13 @@ def train(
         raise ValueError(f"{processes} processes cannot share {MICRO_BATCHES} micro-batches evenly.")
     work.mkdir(parents=True, exist_ok=True)
     model = new_model(tiny_config(tokenizer), recipe.seed)
+    model.objective = recipe.objective
     optimisers = optimizers(model, recipe)
     state = work / "state.safetensors"
     done = load_state(state, model, optimisers) if state.exists() else 0
     # One stream of batches per micro-batch of the step, dealt to the processes; replayed up to where we stopped.
     streams = [
-        batches(tokenizer, model.config.block_size, recipe.seed * 1000 + i, recipe.tokens, recipe.complementary)
+        batches(tokenizer, model.config.block_size, recipe.seed * 1000 + i, recipe.tokens)
         for i in range(rank, MICRO_BATCHES, processes)
     ]
     for _ in range(done):
@@ -191,11 +214,13 @@ def train(
             next(stream)
     for step in range(done, recipe.steps):
         began, losses = time.time(), []
-        for stream in streams:
-            denoising, causal = block_diffusion_loss(model, next(stream))
-            (denoising + recipe.causal_weight * causal).backward()
-            losses.append((denoising.item(), causal.item()))
-        average_gradients(model, MICRO_BATCHES)
+        micro_batches = [next(stream) for stream in streams]
+        labels = labels_of(micro_batches)
+        for batch in micro_batches:
+            loss, *parts = loss_of(model, batch, labels, recipe.autoregressive)
+            loss.backward()
+            losses.append(parts)
+        sum_gradients(model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
@@ -248,11 +273,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder; its tokenizer must be there")
     for name in ("steps", "seed", "tokens"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name))
+    parser.add_argument("--autoregressive", action="store_true", help="the causal loss alone")
     arguments = parser.parse_args()
     if "RANK" in os.environ:  # started by torchrun: one thread each, or two processes fight for two cores
         dist.init_process_group("gloo")
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
-    recipe = Recipe(steps=arguments.steps, seed=arguments.seed, tokens=arguments.tokens)
+    recipe = Recipe(
+        steps=arguments.steps, seed=arguments.seed, tokens=arguments.tokens, autoregressive=arguments.autoregressive
+    )
     tokenizer = AutoTokenizer.from_pretrained(arguments.out)
     model = train(recipe, tokenizer, arguments.work)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""The block-diffusion objective: generation, replayed with the right answer.
+"""An oracle for the objective: generation, replayed with the right answer, one block after another.
 
 For each block of a document, in order, exactly as `generate()` would:
 
@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from ..modeling_clover import CACHE, CloverForDiffusionLM
+from clover.modeling_clover import CACHE, CloverForDiffusionLM
 
 
 @dataclass
