@@ -496,7 +496,8 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         """
         cache = past_key_values if cache is None else cache
         if labels is not None and is_causal is None:
-            for name, value in {CACHE: cache, "inputs_embeds": inputs_embeds, "position_ids": position_ids}.items():
+            follows = {"past_key_values": cache, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+            for name, value in follows.items():
                 require(value is None, name, type(value).__name__, "null in training, where it follows from the rest")
             kwargs |= {"output_router_logits": output_router_logits}
             return block_diffusion_loss(self, input_ids, labels, attention_mask, **kwargs)

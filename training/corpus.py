@@ -4,8 +4,11 @@ A request belongs to one split by its own hash, so no held-out request can turn 
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from random import Random
 
 from transformers import PreTrainedTokenizerBase
@@ -89,6 +92,17 @@ def messages_of(document: Document) -> list[dict]:
         answer = exchange.answer if document.thinking else final_part(exchange.answer)
         messages += [*exchange.messages, {"role": "assistant", "content": answer}]
     return messages
+
+
+def write_chats(path: Path, split: str, count: int, seed: int = 0) -> None:
+    """Writes exchanges as chats, JSON lines of `messages` and `tools`, as fine-tuning and its questions read them."""
+    found = heldout(count, seed) if split == "heldout" else islice(exchanges(split, seed), count)
+    with open(path, "w") as file:
+        for exchange in found:
+            answer = {"role": "assistant", "content": exchange.answer}
+            chat = {"messages": [*exchange.messages, answer]}
+            chat |= {"tools": list(exchange.tools)} if exchange.tools else {}
+            file.write(json.dumps(chat, ensure_ascii=False) + "\n")
 
 
 def _signature(tool: dict) -> str:

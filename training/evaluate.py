@@ -20,6 +20,7 @@ import transformers
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .corpus import heldout
+from .judge import Question, answered
 from .tasks import TASKS, Exchange, is_correct
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -54,27 +55,13 @@ def answer(
 ) -> list[Result]:
     """Answers a batch of exchanges with `generate()`; one result each. Without a threshold: self-speculatively."""
     decoding = {"decoding": "self_speculative"} if threshold is None else {"threshold": threshold}
-    prompts = [
-        tokenizer.apply_chat_template(
-            list(exchange.messages),
-            tools=list(exchange.tools) if exchange.tools else None,
-            add_generation_prompt=True,
-            tokenize=False,
+    questions = [Question(exchange.messages, exchange.tools, exchange.answer) for exchange in exchanges]
+    return [
+        Result(1, int(given.ended and is_correct(exchange, given.text)), given.tokens, given.denoising, given.commits)
+        for exchange, given in zip(
+            exchanges, answered(model, tokenizer, questions, **decoding, max_new_tokens=128), strict=True
         )
-        for exchange in exchanges
     ]
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    inputs.pop("token_type_ids", None)
-    out = model.generate(**inputs, **decoding, max_new_tokens=128, return_dict_in_generate=True)
-    results = []
-    for row, exchange in enumerate(exchanges):
-        new = out.sequences[row, inputs["input_ids"].shape[1] :].tolist()
-        length = round(out.tokens_per_forward[row] * (out.num_denoising_passes[row] + out.num_commit_passes[row]))
-        kept = new[:length]
-        text = tokenizer.decode(kept[:-1] if out.finish_reason[row] == "stop" else kept)
-        correct = out.finish_reason[row] == "stop" and is_correct(exchange, text)
-        results.append(Result(1, int(correct), length, out.num_denoising_passes[row], out.num_commit_passes[row]))
-    return results
 
 
 def evaluate(
