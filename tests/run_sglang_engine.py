@@ -1,16 +1,21 @@
-"""Run by a python that has SGLang 0.5.23: answers requests with SGLang's engine on a CPU and writes a raw recording.
+"""Run by a python that has SGLang 0.5.23, on a CPU, with the plugin that serves a Clover.
 
-    python run_sglang_engine.py MODEL OUT MODE THRESHOLD      # MODE: fdfo or sync
+    python run_sglang_engine.py record MODEL OUT MODE THRESHOLD  # the engine's answers and steps; MODE: fdfo or sync
+    python run_sglang_engine.py refuse CASES OUT                 # what is said to each of many cases, without an engine
 
 `test_sglang_serves_clover.py` has the environment that it needs. The steps come from `parity/sglang_observer`.
 """
 
+import copy
 import json
 import os
 import sys
 import tempfile
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 RUNNING = 3  # requests at once
 
@@ -58,7 +63,7 @@ def steps_at_the_mask_token_are_ours() -> bool:
     return all(equal)
 
 
-def main(model: str, out: str, mode: str, threshold: str) -> None:
+def record(model: str, out: str, mode: str, threshold: str) -> None:
     import sglang
     import torch
     import transformers
@@ -113,5 +118,134 @@ def main(model: str, out: str, mode: str, threshold: str) -> None:
     Path(out).write_text(json.dumps(recording))
 
 
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+Check = Callable[[dict], str | None]
+
+
+def refuse(cases: str, out: str) -> None:
+    """Writes what is said to each case, by kind and name; null where nothing is refused."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # by their entry points, as each of SGLang's processes does
+    asked = json.loads(Path(cases).read_text())
+    said = {}
+    for kind, checking in (("requests", requests_of), ("servers", servers_of), ("checkpoints", checkpoints_of)):
+        check = checking(asked["models"])
+        said[kind] = {name: said_to(check, case) for name, case in asked[kind].items()}
+    Path(out).write_text(json.dumps(said))
+
+
+def said_to(check: Check, case: dict) -> str | None:
+    try:
+        return check(case)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    except Exception as error:  # no refusal: an accident
+        return f"{type(error).__name__}: {error}"
+
+
+def settled(model: str, arguments: Sequence[str] = ()) -> Any:
+    """The arguments of a server's command, as its launcher settles them before it starts anything."""
+    from sglang.srt.server_args import prepare_server_args
+
+    command = ["--model-path", model, "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
+    command += ["--skip-tokenizer-init", "--dllm-algorithm", "CloverLowConfidence", "--log-level", "error", *arguments]
+    server_args = prepare_server_args(command)
+    server_args.resolve_once()
+    return server_args
+
+
+def servers_of(models: dict[str, str]) -> Check:
+    """Cases: a `model`, `arguments` of the command, `settings` in its algorithm's file."""
+
+    def check(case: dict) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(case.get("settings", ""))
+            file.flush()
+            arguments = ["--dllm-algorithm-config", file.name] if "settings" in case else []
+            settled(models[case.get("model", "attention")], [*arguments, *case.get("arguments", [])])
+
+    return check
+
+
+def requests_of(models: dict[str, str]) -> Check:
+    """Cases: `input_ids`, `sampling_params`, and whatever else a request of SGLang's scheduler has."""
+    from sglang.srt.dllm.config import DllmConfig
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    config = DllmConfig.from_server_args(settled(models["attention"]))
+    vocabulary = json.loads((Path(models["attention"]) / "config.json").read_text())["vocab_size"]
+
+    def check(case: dict) -> str | None:
+        case = {"input_ids": [1, 2, 3], "sampling_params": {}} | case
+        ids, sampling = array("q", case.pop("input_ids")), {"temperature": 0} | case.pop("sampling_params")
+        request = Req("a", "", ids, SamplingParams(**sampling), dllm_config=config, vocab_size=vocabulary, **case)
+        return config.validate_request(request)
+
+    return check
+
+
+def checkpoints_of(models: dict[str, str]) -> Check:
+    """Cases: a tensor `without` which, or `shapes` of tensors with which it is loaded; experts `split`; a `config`."""
+    import torch
+    from safetensors.torch import load_file
+
+    model, tensors = loaded(models["hybrid"]), load_file(Path(models["hybrid"]) / "model.safetensors")
+    parameters = {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+    def check(case: dict) -> str | None:
+        config = copy.deepcopy(model.config)
+        for name, value in case.get("config", {}).items():
+            setattr(config, name, value)
+        if "config" in case:
+            type(model)(config)
+        given = {name: tensor for name, tensor in tensors.items() if name != case.get("without")}
+        given |= {name: torch.zeros(shape) for name, shape in case.get("shapes", {}).items()}
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.load_weights((split(given) if case.get("split") else given).items())
+        same = all(torch.equal(parameter, parameters[name]) for name, parameter in model.named_parameters())
+        return None if same else "loaded as another model"
+
+    return check
+
+
+def split(tensors: dict) -> dict:
+    """One tensor per expert, as `save_pretrained` writes them."""
+    result = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith("experts"):
+            result[name] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            parts = expert.chunk(2) if last == "gate_up_proj" else [expert]
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            result |= {f"{stem}.{i}.{part}.weight": half for part, half in zip(names, parts, strict=True)}
+    return result
+
+
+def loaded(folder: str) -> Any:
+    """The model as SGLang's loader makes it, in this process."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs
+
+    server_args, load_config = settled(folder, ["--disable-radix-cache"]), LoadConfig()
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    port = PortArgs.init_new(server_args).nccl_port
+    bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
+    config = adjust_config_with_unaligned_cpu_tp(ModelConfig.from_server_args(server_args), load_config, tp_size=1)
+    bootstrap.init_layer_runtime(model_config=config)
+    return get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu"))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"record": record, "refuse": refuse}[sys.argv[1]](*sys.argv[2:])

@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", nargs=3, action="append", required=True, metavar=("NAME", "DIR", "DECODING"))
     parser.add_argument("--exchanges", type=int, default=1000)
     parser.add_argument("--markdown", type=Path, help="write the table here too")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ class Recipe:
     decay: float = 0.6  # share of the steps over which the rate falls linearly to zero
     objective: Objective = Objective()
     autoregressive: bool = False  # the causal loss alone
-    start: Path | None = None  # a checkpoint to go on from; none is from scratch
+    base: Path | None = None  # a checkpoint to go on from; none is from scratch
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> CloverConfig:
@@ -201,8 +201,8 @@ def train(
         raise ValueError(f"{processes} processes cannot share {MICRO_BATCHES} micro-batches evenly.")
     work.mkdir(parents=True, exist_ok=True)
     model = new_model(tiny_config(tokenizer), recipe.seed)
-    if recipe.start is not None:
-        model = CloverForDiffusionLM.from_pretrained(recipe.start, dtype=torch.float32).train()
+    if recipe.base is not None:
+        model = CloverForDiffusionLM.from_pretrained(recipe.base, dtype=torch.float32).train()
     model.objective = recipe.objective
     optimisers = optimizers(model, recipe)
     state = work / "state.safetensors"
@@ -276,15 +276,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder; its tokenizer must be there")
     for name in ("steps", "seed", "tokens"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name))
-    parser.add_argument("--start", type=Path, help="a checkpoint to go on from, as `convert` makes one")
+    parser.add_argument("--base", type=Path, help="a checkpoint to go on from, as `convert` makes one")
     parser.add_argument("--autoregressive", action="store_true", help="the causal loss alone")
     arguments = parser.parse_args()
     if "RANK" in os.environ:  # started by torchrun: one thread each, or two processes fight for two cores
         dist.init_process_group("gloo")
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
-    recipe = Recipe(
-        steps=arguments.steps, seed=arguments.seed, tokens=arguments.tokens, autoregressive=arguments.autoregressive
-    )
+    names = ("steps", "seed", "tokens", "base", "autoregressive")
+    recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     tokenizer = AutoTokenizer.from_pretrained(arguments.out)
     model = train(recipe, tokenizer, arguments.work)
     if not dist.is_initialized() or dist.get_rank() == 0:

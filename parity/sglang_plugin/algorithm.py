@@ -43,7 +43,7 @@ class CloverLowConfidence(LowConfidence):
 
     @classmethod
     def validate_request(cls, request: Any) -> str | None:
-        """Names what a request asks for and LowConfidence would leave out in silence."""
+        """Names what a request asks for and LowConfidence would leave out in silence, and what would end the server."""
         sampling = request.sampling_params
         unsupported = {
             "temperature above 0": sampling.top_k != TOP_K_OF_GREEDY,
@@ -52,13 +52,21 @@ class CloverLowConfidence(LowConfidence):
             "repetition_penalty": sampling.repetition_penalty != 1,
             "min_new_tokens": sampling.min_new_tokens != 0,
             "logit_bias": bool(sampling.logit_bias),
-            "return_logprob": request.return_logprob,
-            "custom_logit_processor": request.custom_logit_processor is not None,
+            "session_params": request.session is not None,
         }
+        returned = ("return_logprob", "return_sampling_mask", "return_hidden_states", "return_routed_experts")
+        unsupported |= {name: bool(getattr(request, name)) for name in returned}
+        given = ("custom_logit_processor", "input_embeds", "positional_embed_overrides")
+        unsupported |= {name: getattr(request, name) is not None for name in given}
         grammars = ("json_schema", "regex", "ebnf", "structural_tag")
         unsupported |= {name: getattr(sampling, name) is not None for name in grammars}
         named = [name for name, is_asked in unsupported.items() if is_asked]
-        return f"{ALGORITHM} is greedy and has no {', '.join(named)}." if named else None
+        if named:
+            return f"{ALGORITHM} is greedy and has no {', '.join(named)}."
+        ids, size = request.origin_input_ids, request.vocab_size
+        if size is not None and ids and not 0 <= min(ids) <= max(ids) < size:
+            return f"`input_ids` has {min(ids) if min(ids) < 0 else max(ids)}, but must be in [0, {size})."
+        return None
 
     def run(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, algo_states: list[Any] | None = None

@@ -4,6 +4,7 @@
 
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -17,10 +18,12 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
-from ...configuration_clover import CloverConfig
+from ...configuration_clover import CloverConfig, require
+from ...options_clover import validate_block_fields
 
 ALGORITHM = "CloverLowConfidence"
 ARCHITECTURES = ("CloverForDiffusionLM", "CloverMoeModelLM")
+FIELDS = ("threshold", "block_size")  # of the file of `--dllm-algorithm-config`
 
 
 class SglangCloverConfig(CloverConfig):
@@ -62,7 +65,7 @@ def dllm_config(original: Callable, server_args: Any) -> DllmConfig | None:
     """`DllmConfig.from_server_args`, whose table of architectures is a literal; for a Clover its config says it.
 
     Raises:
-        ValueError: another algorithm, or a config without a mask token.
+        ValueError: another algorithm, a config without a mask token, or settings that are none.
     """
     arguments = resolving_view(server_args)
     if arguments.dllm_algorithm is None:
@@ -77,22 +80,41 @@ def dllm_config(original: Callable, server_args: Any) -> DllmConfig | None:
         raise ValueError(f"`--dllm-algorithm` is {arguments.dllm_algorithm!r}, but must be {ALGORITHM!r} for {name}.")
     if config.mask_token_id is None:
         raise ValueError("`mask_token_id` is null: set it, `--json-model-override-args '{\"mask_token_id\": N}'`.")
-    fields = {}
-    if arguments.dllm_algorithm_config is not None:
-        with open(arguments.dllm_algorithm_config) as file:
-            fields = yaml.safe_load(file) or {}
-    unknown = set(fields) - {"threshold", "block_size"}
-    if unknown:
-        raise ValueError(f"`{min(unknown)}` is no field of {ALGORITHM}: there are threshold and block_size.")
+    # CloverConfig checks it as well, but not what `--json-model-override-args` sets.
+    in_vocabulary = 0 <= config.mask_token_id < config.vocab_size
+    require(in_vocabulary, "mask_token_id", config.mask_token_id, f"in [0, {config.vocab_size})")
+    fields = read_fields(arguments.dllm_algorithm_config)
+    block_size = fields.get("block_size", config.block_size)
+    require(block_size >= 1, "block_size", block_size, "an integer of at least 1")
     return DllmConfig(
         algorithm=ALGORITHM,
         algorithm_config=fields,
-        block_size=fields.get("block_size", config.block_size),
+        block_size=block_size,
         mask_id=config.mask_token_id,
         max_running_requests=arguments.max_running_requests or 1,
         first_done_first_out_mode=arguments.dllm_fdfo,
         requires_separate_context_encoding=True,
     )
+
+
+def read_fields(path: str | None) -> dict[str, int | float]:
+    """The settings in the YAML file of `--dllm-algorithm-config`, of which SGLang would check none.
+
+    Raises:
+        ValueError: the file holds no mapping, an unknown field or a value that is not allowed.
+    """
+    if path is None:
+        return {}
+    with open(path) as file:
+        fields = yaml.safe_load(file)
+    fields = {} if fields is None else fields  # an empty file
+    require(isinstance(fields, dict), "--dllm-algorithm-config", fields, "a file with a mapping")
+    for name, value in fields.items():
+        if name not in FIELDS:
+            raise ValueError(f"`{name}` is no field of {ALGORITHM}: there are {' and '.join(FIELDS)}.")
+        require(value is not None, name, value, "left out or have a value")
+    validate_block_fields(SimpleNamespace(**fields))
+    return fields
 
 
 def serves_clover(request: ReqDllmMixin) -> bool:

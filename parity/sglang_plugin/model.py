@@ -14,6 +14,7 @@ from sglang.srt.models import qwen2_moe, qwen3_5, qwen3_5_text
 from sglang.srt.utils import cpu_has_amx_support, is_cpu
 
 from .gdn import SglangCloverGatedDeltaNet
+from .weights import checked
 
 # The layers ask the config's `model_type` whether they have experts.
 qwen3_5._QWEN3_5_MOE_TEXT_MODEL_TYPES += ("clover_moe",)
@@ -76,9 +77,10 @@ class CloverForDiffusionLM(qwen3_5_text.Qwen3_5MoeForCausalLM):
         """As the parent's, which leaves what a checkpoint lacks as it was allocated.
 
         Raises:
-            ValueError: the checkpoint lacks a parameter.
+            ValueError: the checkpoint lacks something; without quantisation also: it holds more, or other shapes.
         """
-        loaded = super().load_weights(weights)
+        # Quantised tensors have other names and shapes, by method.
+        loaded = super().load_weights(checked(weights, self.config) if self.quant_config is None else weights)
         missing = {name for name, _ in self.named_parameters()} - loaded
         if missing:
             raise ValueError(f"The checkpoint lacks {len(missing)} of Clover's parameters, such as {min(missing)}.")

@@ -1,0 +1,1 @@
+../../prefix_clover.py
