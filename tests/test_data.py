@@ -195,7 +195,7 @@ MARKED = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-@pytest.mark.parametrize("end, rest", [("<|im_end|>", "\\n"), ("", "<|im_end|>\\n")])
+@pytest.mark.parametrize("end, rest", [("<|im_end|>", "\\n"), ("", "<|im_end|>\\n"), ("<|im_end|>\\n", "")])
 def test_answers_that_a_template_marks_are_learnt_with_the_token_that_ends_them(end, rest, tokenizer, tmp_path):
     marked = load_tokenizer(MARKED.replace("END", f"'{end}'").replace("REST", f"'{rest}'"))
     for train_on in ("all", "last"):
@@ -203,12 +203,23 @@ def test_answers_that_a_template_marks_are_learnt_with_the_token_that_ends_them(
         assert one_row(tmp_path, {"messages": LONGER}, marked, train_on=train_on) == expected
 
 
+def test_an_answer_that_ends_differently_where_it_is_the_last_is_refused(tokenizer, tmp_path):
+    last = load_tokenizer(
+        tokenizer.chat_template.replace(
+            "{%- if add_gen", "{{- '<|endoftext|>' if not add_generation_prompt }}{%- if add_gen"
+        )
+    )
+    assert learnt(one_row(tmp_path, {"messages": CHAT}, last), last) == ["a, b<|im_end|>"], "where generation stops"
+    with pytest.raises(BadRow, match=r"message 2 is not .* gives .*endoftext.*, but .*im_start"):
+        one_row(tmp_path, {"messages": LONGER}, last)
+
+
 def test_a_template_that_does_not_end_answers_is_refused(tmp_path):
     template = (
         "{% for m in messages %}{{ m.role + '\\n' + m.content + '\\n' }}{% endfor %}"
         "{{ 'assistant\\n' if add_generation_prompt }}"
     )
-    with pytest.raises(BadRow, match="nothing would teach where to stop"):
+    with pytest.raises(BadRow, match="ends an answer with .*it would never stop"):
         one_row(tmp_path, {"messages": CHAT}, load_tokenizer(template))
 
 
@@ -585,6 +596,7 @@ def test_packing_leaves_little_padding_and_the_table_says_how_much(tokenizer, tm
     ids = np.concatenate([row["document_ids"] for row in rows])
     padding = (ids < 0).mean()
     assert padding < 0.07, "half a block in ten"
+    assert len(rows) <= len(ids) / 1024 + 1
     assert f"{len(rows):,} of {len(ids):,} positions, {padding:.1%} padding" in str(report)
 
 
@@ -602,8 +614,13 @@ def test_noise_and_order_follow_from_the_seed_alone(tokenizer, tmp_path):
         map(str, (row["input_ids"] for row in others))
     )
     assert all(0 <= row["noise_seed"] < 2**62 for row in rows + others)
-    lengths = [len(row["input_ids"]) for row in rows]
-    assert lengths != sorted(lengths, reverse=True), "rows are not in order of length"
+
+
+def test_rows_of_many_short_documents_do_not_come_first():
+    drawn = [(64, 0) if number % 5 == 0 else (4, 0) for number in range(250)]
+    rows = pack(as_documents(drawn), DataOptions(max_length=64, block_size=4), pad_token_id=0)
+    many = [max(row["document_ids"]) > 0 for row in rows]
+    assert sum(many) > 10 and sum(many[len(many) // 2 :]) > 3
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """The trainer: a step is the same step however it is divided, a resumed run is the uninterrupted one, LoRA is whole."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,8 @@ from datasets import Dataset
 from small_clover import MASK, PAD, draw
 from transformers import TrainingArguments
 
+from clover.training import train
+from clover.training.corpus import write_chats
 from clover.training.data import Collator
 from clover.training.lora import ADDED, added_parameters, merged, with_lora
 from clover.training.trainer import CloverTrainer
@@ -150,6 +155,41 @@ def test_vectors_are_not_decayed(whole):
     names = trainer.get_decay_parameter_names(trainer.model)
     parameters = dict(trainer.model.named_parameters())
     assert names and all(parameters[name].ndim > 1 for name in names)
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def on_two_processes(*command) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *map(str, command)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_model_sharded_by_fsdp2_has_the_loss_and_the_gradients_of_a_whole_one():
+    found = json.loads(on_two_processes(Path(__file__).parent / "run_fsdp2.py").splitlines()[-1])
+    assert found["sharded"] == pytest.approx(found["loss"], abs=1e-4)
+    assert found["largest"] > 1 and found["worst"] < 1e-4
+
+
+def test_two_processes_have_the_losses_of_one_with_twice_the_batch(tmp_path):
+    """The whole command, on a checkpoint and chats of its own."""
+    checkpoint = Path(__file__).parents[1] / "checkpoints" / "clover-tiny"
+    write_chats(tmp_path / "chats.jsonl", "train", 60)
+    options = ["--model", checkpoint, "--train_files", tmp_path / "chats.jsonl", "--max_length", 128]
+    options += ["--max_steps", 3, "--logging_steps", 1, "--save_strategy", "no", "--report_to", "none", "--use_cpu"]
+    on_two_processes(
+        *("-m", "clover.training.train", *options, "--output_dir", tmp_path / "two"),
+        *("--per_device_train_batch_size", 2),
+    )
+    one = train.main([*map(str, options), "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "4"])
+    curves = [json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("two",)]
+    curves.append(one.state.log_history)
+    two, alone = ([entry["loss"] for entry in curve if "loss" in entry] for curve in curves)
+    assert len(two) == len(alone) == 3
+    assert two == pytest.approx(alone, abs=2e-3)
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ be asked for without thinking: the empty thought belongs to the prompt and is no
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -100,10 +101,7 @@ class ChatEncoder:
         runs = _runs(np.array(encoded["assistant_masks"], dtype=bool))
         trained = np.zeros(len(ids), dtype=bool)
         for first, last in self._chosen_runs(conversation, runs):
-            # Where the mark leaves the token that ends the answer out, the token is right behind it.
-            last += last < len(ids) and ids[last - 1] not in self._special and ids[last] in self._special
-            self._check_end(ids[last - 1])
-            trained[first:last] = True
+            trained[first : self._end(ids, first, last)] = True
         return Document(ids, trained)
 
     def _chosen_runs(self, conversation: Conversation, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -150,8 +148,8 @@ class ChatEncoder:
         same = next((i for i, (a, b) in enumerate(zip(expected, whole, strict=False)) if a != b), len(whole))
         first = max(0, same - SHOWN // 2)
         message = (
-            f"message {at + 1} is not written as it would be generated: the chat template gives "
-            f"{expected[first : first + SHOWN]!r} for its prompt, but {whole[first : first + SHOWN]!r} in the "
+            f"message {at + 1} is not written as it would be generated: as far as that the chat template "
+            f"gives {expected[first : first + SHOWN]!r}, but {whole[first : first + SHOWN]!r} in the "
             "conversation, so what to learn cannot be told"
         )
         if at < conversation.answers[-1]:
@@ -171,38 +169,48 @@ class ChatEncoder:
         spans = [_spans(one, offsets) for one, offsets in zip(rendered, wholes["offset_mapping"], strict=True)]
         openings = iter(self._ids([opening for of_one in spans for _, _, opening in of_one])["input_ids"])
         encoded = iter(zip(wholes["input_ids"], spans, strict=True))
-        return [self._document(one, *next(encoded), openings) if isinstance(one, _Rendered) else one for one in found]
+        documents = []
+        for one in found:
+            if isinstance(one, _Rendered):
+                ids, of_one = next(encoded)
+                taken = list(islice(openings, len(of_one)))
+                try:
+                    one = self._document(one, np.array(ids, dtype=np.int32), of_one, taken)
+                except BadRow as error:
+                    one = error
+            documents.append(one)
+        return documents
 
     def _ids(self, texts: list[str], **options):
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
     def _document(
-        self, rendered: _Rendered, ids: list[int], spans: list[tuple[int, int, str]], openings: Iterator[list[int]]
-    ) -> Document | BadRow:
-        trained, problem = np.zeros(len(ids), dtype=bool), None
-        for (number, start, _), (known, last, _) in zip(rendered.answers, spans, strict=True):
-            opening = next(openings)  # taken even after a problem: the next record's come after them
+        self, rendered: _Rendered, ids: np.ndarray, spans: list[tuple[int, int, str]], openings: list[list[int]]
+    ) -> Document:
+        trained = np.zeros(len(ids), dtype=bool)
+        for (number, start, _), (known, last, _), opening in zip(rendered.answers, spans, openings, strict=True):
             first = known + len(opening)
-            if ids[known:first] != opening:
+            if not np.array_equal(ids[known:first], opening):
                 # Mostly white space: a line break that the answer begins with is one token with the prompt's last.
                 begins = rendered.text[start : start + SHOWN]
-                problem = (
+                raise BadRow(
                     f"message {number} begins with {begins!r}, whose first token has begun in the prompt before it"
                 )
-            else:
-                trained[first:last] = True
-                problem = problem or self._end_problem(ids[last - 1])
-        return BadRow(problem) if problem else Document(np.array(ids, dtype=np.int32), trained)
+            trained[first : self._end(ids, first, last)] = True
+        return Document(ids, trained)
 
-    def _end_problem(self, token: int) -> str | None:
-        if int(token) in self._special:
-            return None
-        name = self.tokenizer.convert_ids_to_tokens(int(token))
-        return f"the chat template ends an answer with {name!r}, no special token: nothing would teach where to stop"
+    def _end(self, ids: np.ndarray, first: int, last: int) -> int:
+        """The place after the token that ends an answer of ids[first:last].
 
-    def _check_end(self, token: int) -> None:
-        if problem := self._end_problem(token):
-            raise BadRow(problem)
+        Generation stops at the first end token. A template can write more after it, a line break mostly; and one that
+        marks answers may leave it out of the mark, right behind it.
+        """
+        ends = np.flatnonzero(ids[first : last + 1] == self.tokenizer.eos_token_id)
+        end = first + int(ends[0]) + 1 if len(ends) else last
+        if ids[end - 1] not in self._special:
+            name = self.tokenizer.convert_ids_to_tokens(int(ids[end - 1]))
+            raise BadRow(f"the chat template ends an answer with {name!r}, no special token: it would never stop")
+        return end
 
     # ---- the template ----
 

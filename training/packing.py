@@ -93,7 +93,7 @@ def _rows_of_window(
     blocks = [-(-len(one) // options.block_size) for one in ids]
     if options.packing:
         chosen = best_fit(blocks, options.max_length // options.block_size)
-        # In order of their documents rows would begin with the longest; a stream is not shuffled by anyone else.
+        # In order of their first documents, rows of many short ones would come early, and nobody shuffles a stream.
         Random(derived_seed("order", options.seed, *numbers[:1])).shuffle(chosen)
     else:
         chosen = [[item] for item in range(len(ids))]

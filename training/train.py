@@ -128,6 +128,7 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
     resume = training.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=resume if resume not in (None, "False") else None)
     trainer.save_model()
+    trainer.save_state()
     if chat.streaming and trainer.is_world_process_zero():
         print(report, file=sys.stderr)
     return trainer
