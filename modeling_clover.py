@@ -205,10 +205,10 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         mixed = block_conv(
             mixed, ring.to(mixed.dtype), self.conv1d.weight.squeeze(1), self.conv_right_weight.to(mixed.dtype)
         ).mT
-        query, key, value = self.heads(mixed)
+        query, key, value = self.heads(mixed, normed=True)
         mixed = block_softmax_mixer(
-            l2norm(query.float()),
-            l2norm(key.float()),
+            query,
+            key,
             value,
             self.log_decay(self.in_proj_a(hidden_states)),
             F.logsigmoid(self.in_proj_b(hidden_states).float()),
@@ -219,12 +219,16 @@ class CloverGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         )
         return self._gated_output(mixed, hidden_states)
 
-    def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def heads(self, mixed: torch.Tensor, normed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values (B, T, H, d) of the convolution's output (B, T, C), for each value head."""
-        parts = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        dims, groups = (self.head_k_dim, self.head_k_dim, self.head_v_dim), self.num_v_heads // self.num_k_heads
-        query, key, value = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
-        return query.repeat_interleave(groups, dim=2), key.repeat_interleave(groups, dim=2), value
+        batch, length, _ = mixed.shape
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        query, key = (x.reshape(batch, length, -1, self.head_k_dim) for x in (query, key))
+        if normed:
+            query, key = l2norm(query.float()), l2norm(key.float())
+        groups = self.num_v_heads // self.num_k_heads
+        query, key = query.repeat_interleave(groups, dim=2), key.repeat_interleave(groups, dim=2)
+        return query, key, value.reshape(batch, length, -1, self.head_v_dim)
 
     def log_decay(self, a: torch.Tensor) -> torch.Tensor:
         """g (..., H) <= 0 of in_proj_a's output, in fp32."""

@@ -101,6 +101,8 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
     training.remove_unused_columns, training.prediction_loss_only = False, True
     training.label_names = ["labels"]
     check(chat, training)
+    if chat.streaming:  # each process reads the stream and keeps its own rows: batches of one length are not needed
+        training.accelerator_config.dispatch_batches = False
     set_seed(training.seed)
     objective = Objective(**arguments_of(objective_options, Objective))
     model, tokenizer = load(model_options, objective, training)
@@ -109,7 +111,8 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
     if chat.rows:
         rows, report = load_from_disk(chat.rows), f"{chat.rows}: rows as they are"
     else:
-        rows, report = build_rows(chat.train_files, tokenizer, options, streaming=chat.streaming)
+        with training.main_process_first():  # the others find what it has encoded
+            rows, report = build_rows(chat.train_files, tokenizer, options, streaming=chat.streaming)
     eval_rows = build_rows(chat.eval_files, tokenizer, options)[0] if chat.eval_files else None
     trainer = CloverTrainer(
         model=model,
