@@ -92,10 +92,8 @@ def heldout_losses(model: CloverForDiffusionLM, tokenizer, documents: int = 256)
             with torch.no_grad():
                 out = model(**batch, masking_ratio=ratio)
             share = len(batch["labels"]) / documents
-            total, causal_total = (
-                total + out.denoising_loss.item() * share,
-                causal_total + out.causal_loss.item() * share,
-            )
+            total += out.denoising_loss.item() * share
+            causal_total += out.causal_loss.item() * share
         losses[f"{ratio:g}"], losses["causal"] = round(total, 4), round(causal_total, 4)
     model.objective = trained
     return losses

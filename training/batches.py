@@ -8,9 +8,8 @@ from random import Random
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..objective_clover import IGNORED
 from .corpus import Encoder, documents
-
-IGNORED = -100
 
 
 def collate(encoded: list[tuple[list[int], list[bool]]], size: int, pad: int, rng: Random) -> dict[str, torch.Tensor]:

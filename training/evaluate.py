@@ -20,11 +20,10 @@ import transformers
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .corpus import heldout
-from .judge import Question, answered
+from .judge import ONE_TOKEN_PER_PASS, Question, answered
 from .tasks import TASKS, Exchange, is_correct
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-ONE_TOKEN_PER_PASS = 1.0  # a confidence is never above 1, so every pass accepts its best position alone
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "clover-tiny"
 
 

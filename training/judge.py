@@ -9,6 +9,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .tasks import final_part
+
+ONE_TOKEN_PER_PASS = 1.0  # a confidence is never above 1, so every pass accepts its best position alone
+
 
 @dataclass(frozen=True)
 class Question:
@@ -28,11 +32,6 @@ class Given:
     tokens: int
     denoising: int
     commits: int
-
-
-def final_part(text: str) -> str:
-    """What is shown of an answer: without its thinking."""
-    return text.rsplit("</think>", 1)[-1].strip()
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:

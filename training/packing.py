@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 
+from ..objective_clover import IGNORED
 from .code_stamp import code_stamp
 from .data_options import DataOptions
 from .data_report import Report
 
-IGNORED = -100
 ROW_FEATURES = Features(
     {
         "input_ids": List(Value("int32")),

@@ -27,6 +27,7 @@ from ..generation_clover import CloverGenerationConfig
 from ..modeling_clover import CloverForDiffusionLM, CloverGatedDeltaNet
 from ..objective_clover import IGNORED, Objective
 from .batches import batches
+from .convert import AUTO_MAP
 
 MICRO_BATCHES = 2
 EMBEDDING_STD = 0.09
@@ -243,11 +244,7 @@ def train(
 
 def save_checkpoint(model: CloverForDiffusionLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """The finished model in bf16, as a Hub repository whose code is linked, not copied."""
-    model.config.auto_map = {
-        "AutoConfig": "configuration_clover.CloverConfig",
-        "AutoModel": "modeling_clover.CloverForDiffusionLM",
-        "AutoModelForCausalLM": "modeling_clover.CloverForDiffusionLM",
-    }
+    model.config.auto_map = AUTO_MAP
     model.generation_config = CloverGenerationConfig(
         block_size=model.config.block_size,
         threshold=0.95,

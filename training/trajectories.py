@@ -18,10 +18,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .judge import Question, final_part, prompts_of, read_questions
-
-ONE_TOKEN_PER_PASS = 1.0  # no confidence is above it, so every pass takes its surest position alone
-IGNORED = -100
+from ..objective_clover import IGNORED
+from .judge import ONE_TOKEN_PER_PASS, Question, prompts_of, read_questions
+from .tasks import final_part
 
 
 @torch.no_grad()
