@@ -177,7 +177,7 @@ def test_an_earlier_answer_that_the_template_writes_without_its_thought_is_refus
     with pytest.raises(BadRow) as error:
         one_row(tmp_path, record, qwen)
     assert re.search(
-        r"chat.jsonl:1: message 2 is not written as it would be generated.*train_on='last'.*preserve_thinking",
+        r"chat.jsonl:1: message 2 is not .* as it would be generated.*train_on='each'.*train_on='last'.*preserve_thinking",
         str(error.value),
     )
     answer = "Clouds.\n</think>\n\nYes.<|im_end|>"
@@ -185,6 +185,19 @@ def test_an_earlier_answer_that_the_template_writes_without_its_thought_is_refus
     kept = {"preserve_thinking": True}
     assert learnt(one_row(tmp_path, record, qwen, template_options=kept), qwen) == [answer] * 2
     assert learnt(one_row(tmp_path, record | {"chat_template_kwargs": kept}, qwen), qwen) == [answer] * 2
+
+
+def test_each_answer_by_itself_is_what_the_last_one_is_of_the_conversation_up_to_it(qwen, tokenizer, tmp_path):
+    short = {"messages": [QUESTION, THOUGHT]}
+    both = {"messages": [QUESTION, THOUGHT, QUESTION, THOUGHT]}
+    for using in (qwen, tokenizer):
+        rows, report = build_rows(
+            [lines(tmp_path / "a.jsonl", [both, short])], using, replace(PLAIN, train_on="each", packing=False)
+        )
+        expected = [one_row(tmp_path, record, using, train_on="last") for record in (short, both, short)]
+        assert [row["input_ids"] for row in rows] == [row["input_ids"] for row in expected]
+        assert [row["labels"] for row in rows] == [row["labels"] for row in expected]
+        assert report["documents kept"] == 3 and report["documents dropped: bad row"] == 0
 
 
 MARKED = """{%- for message in messages %}
@@ -636,7 +649,7 @@ def test_rows_of_many_short_documents_do_not_come_first():
         ("block_size", True, "an int"),
         ("too_long", "split", "'drop' or 'truncate' or 'error'"),
         ("on_bad_row", "ignore", "'error' or 'skip'"),
-        ("train_on", "first", "'all' or 'last'"),
+        ("train_on", "first", "'all' or 'last' or 'each'"),
         ("special_tokens", "escape", "'refuse' or 'allow'"),
         ("packing", "no", "True or False"),
         ("seed", 0.5, "an int"),

@@ -11,7 +11,7 @@ be asked for without thinking: the empty thought belongs to the prompt and is no
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -55,23 +55,31 @@ class ChatEncoder:
         names = sorted({added[id].content for id in self._special if id in added}, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
-    def __call__(self, records: Sequence[bytes]) -> list[Document | BadRow]:
-        """Each record's document, or what is wrong with it.
+    def __call__(self, records: Sequence[bytes]) -> list[list[Document | BadRow]]:
+        """Each record's documents, one unless each of its answers is to be one; or what is wrong with it.
 
         Raises:
             AmbiguousColumns: a record has several columns that could be its conversation.
         """
-        found: list[_Rendered | Document | BadRow] = []
+        found: list[list[_Rendered | Document | BadRow]] = []
         for record in records:
             try:
                 conversation = conversation_of(record, self.options.columns)
                 self._refuse_special_tokens(conversation)
-                found.append(self._marked(conversation) or self._rendered(conversation))
+                found.append([self._marked(part) or self._rendered(part) for part in self._parts(conversation)])
             except AmbiguousColumns:
                 raise
             except BadRow as error:
-                found.append(error)
-        return self._tokenized(found)
+                found.append([error])
+        documents = iter(self._tokenized([one for of_record in found for one in of_record]))
+        return [list(islice(documents, len(of_record))) for of_record in found]
+
+    def _parts(self, conversation: Conversation) -> list[Conversation]:
+        """The conversation; or, up to each of its answers, what it was when that was generated."""
+        if self.options.train_on != "each":
+            return [conversation]
+        messages = conversation.messages
+        return [replace(conversation, messages=messages[: at + 1], answers=(at,)) for at in conversation.answers]
 
     def _refuse_special_tokens(self, conversation: Conversation) -> None:
         if self.options.special_tokens == "allow":
@@ -153,7 +161,7 @@ class ChatEncoder:
             "conversation, so what to learn cannot be told"
         )
         if at < conversation.answers[-1]:
-            message += ". Learn the last answer alone (train_on='last')"
+            message += ". Make a document of each answer (train_on='each'), learn the last alone (train_on='last')"
             if "preserve_thinking" in self._template(conversation):
                 message += ", or have the template keep thoughts (template_options={'preserve_thinking': True})"
         return message
@@ -215,7 +223,7 @@ class ChatEncoder:
     # ---- the template ----
 
     def _chosen(self, conversation: Conversation) -> list[int]:
-        return list(conversation.answers if self.options.train_on == "all" else conversation.answers[-1:])
+        return list(conversation.answers[-1:] if self.options.train_on == "last" else conversation.answers)
 
     def _template(self, conversation: Conversation) -> str:
         return self.tokenizer.get_chat_template(tools=_listed(conversation.tools))

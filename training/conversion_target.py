@@ -44,6 +44,12 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
 
+def keep_record(source: Path, target: Path) -> None:
+    """What a conversion noted beside a model, for the way back, put beside what was trained of it too."""
+    if (source / RECORD).is_file() and source.resolve() != target.resolve():
+        shutil.copyfile(source / RECORD, target / RECORD)
+
+
 def check_target(target: Path, identity: dict) -> None:
     """Raises a `ValueError` unless `target` is new, or a half-done conversion of the same source and options."""
     if not target.exists():

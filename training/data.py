@@ -72,7 +72,7 @@ def build_rows(
 def encode_chat(
     records: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions
 ) -> Dataset | IterableDataset:
-    """A document for each record, as `load_chat` reads them.
+    """A document for each record, as `load_chat` reads them, or, with `train_on="each"`, for each answer.
 
     A document has `number` and `source`; `ids` (n,) and `trained` (n,) bool, cut to `max_length`; `tokens` and
     `trained_tokens`, how many it had; `dropped`, why it is left out, or ""; `problem`, what is wrong with a bad row.
@@ -95,7 +95,11 @@ def encode_chat(
 
 def _encoded(batch: dict[str, list], encoder: ChatEncoder, options: DataOptions, code: str) -> dict[str, list]:
     found = zip(batch["number"], batch["source"], encoder(batch["record"]), strict=True)
-    documents = [{"number": number, "source": source} | _kept(one, source, options) for number, source, one in found]
+    documents = [
+        {"number": number, "source": source} | _kept(one, source, options)
+        for number, source, of_record in found
+        for one in of_record
+    ]
     return {name: [document[name] for document in documents] for name in DOCUMENT_FEATURES}
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 TOO_LONG = ("drop", "truncate", "error")
 ON_BAD_ROW = ("error", "skip")
-TRAIN_ON = ("all", "last")
+TRAIN_ON = ("all", "last", "each")
 SPECIAL_TOKENS = ("refuse", "allow")
 
 
@@ -25,7 +25,9 @@ class DataOptions:
         multiple of it. packing: several documents a row, or one.
     too_long: what becomes of a document of more than `max_length` tokens: "drop", "truncate" (on the right), "error".
     on_bad_row: "error" names the first bad row and stops, "skip" counts bad rows and lists the first few.
-    train_on: "all" answers of a conversation, or its "last". seed: of the masks, and of the order of packed rows.
+    train_on: "all" answers of a conversation, or its "last"; or "each", the conversation once for each answer, up to
+        it, for templates that write an answer differently once others follow. Tokens are counted each time then.
+    seed: of the masks, and of the order of packed rows.
     column: where the conversation is, if a row has several that could be it: a column's name, or two with a comma
         between, a prompt's and a completion's.
     template_options: arguments of the chat template, such as {"preserve_thinking": True}; what a row has under

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ..modeling_clover import CloverForDiffusionLM
+from .conversion_target import keep_record
 from .lora import merged
 
 
@@ -28,4 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
             parameter.data = parameter.data.to(getattr(torch, arguments.dtype))
     model.save_pretrained(arguments.to)
     AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=True).save_pretrained(arguments.to)
+    keep_record(arguments.model, arguments.to)
     return 0

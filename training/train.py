@@ -8,15 +8,17 @@ from (the same command with `--resume_from_checkpoint True`), the finished model
 was kept of the data.
 """
 
+import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 from datasets import load_from_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments, set_seed
 
 from ..objective_clover import Objective
+from .conversion_target import keep_record
 from .data import Collator, DataOptions, build_rows
 from .judge import make_judge, read_questions
 from .lora import with_lora
@@ -45,7 +47,11 @@ class ChatOptions:
     packing: bool = field(default=True, metadata={"help": "several chats a row"})
     too_long: str = field(default="drop", metadata={"help": "what becomes of longer chats: drop, truncate or error"})
     on_bad_row: str = field(default="error", metadata={"help": "error or skip"})
-    train_on: str = field(default="all", metadata={"help": "all answers, or the last"})
+    train_on: str = field(default="all", metadata={"help": "all answers, the last, or each by itself"})
+    column: str | None = field(default=None, metadata={"help": "where a row's conversation is, if it cannot be told"})
+    template_options: str = field(default="{}", metadata={"help": "JSON: arguments of the chat template"})
+    special_tokens: str = field(default="refuse", metadata={"help": "texts that spell one: refuse or allow"})
+    num_proc: int = field(default=1, metadata={"help": "processes that encode chats"})
     streaming: bool = field(default=False, metadata={"help": "read as it goes; give --max_steps then"})
 
 
@@ -62,6 +68,16 @@ class ObjectiveOptions:
 def arguments_of(options: object, kind: type) -> dict:
     """The options that another dataclass has too."""
     return {f.name: getattr(options, f.name) for f in fields(kind) if hasattr(options, f.name)}
+
+
+def data_options(chat: ChatOptions, size: int, seed: int) -> DataOptions:
+    """The data's options; a `ValueError` by name on what they cannot be."""
+    try:
+        template = json.loads(chat.template_options)
+    except json.JSONDecodeError:
+        template = chat.template_options  # refused below, with what is allowed
+    given = arguments_of(chat, DataOptions) | {"template_options": template, "block_size": size, "seed": seed}
+    return DataOptions(**given)
 
 
 def load(options: ModelOptions, objective: Objective, training: TrainingArguments):
@@ -105,9 +121,10 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
         training.accelerator_config.dispatch_batches = False
     set_seed(training.seed)
     objective = Objective(**arguments_of(objective_options, Objective))
+    size = AutoConfig.from_pretrained(model_options.model, trust_remote_code=True).block_size
+    options = data_options(chat, size, training.seed)
+    questions = read_questions(Path(chat.questions), chat.max_questions) if chat.questions else []
     model, tokenizer = load(model_options, objective, training)
-    size = model.config.block_size
-    options = DataOptions(**arguments_of(chat, DataOptions) | {"block_size": size, "seed": training.seed})
     if chat.rows:
         rows, report = load_from_disk(chat.rows), f"{chat.rows}: rows as they are"
     else:
@@ -118,13 +135,12 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
         model=model,
         args=training,
         train_dataset=rows,
-        eval_dataset=eval_rows if eval_rows is not None else rows.select(range(1)) if chat.questions else None,
+        eval_dataset=eval_rows if eval_rows is not None else rows.select(range(1)) if questions else None,
         data_collator=Collator(tokenizer.pad_token_id, size),
         processing_class=tokenizer,
         callbacks=[Plots()],
     )
-    if chat.questions:
-        questions = read_questions(Path(chat.questions), chat.max_questions)
+    if questions:
         trainer.judge = make_judge(tokenizer, questions, trainer.accelerator, max_new_tokens=chat.max_new_tokens)
     if not chat.streaming and trainer.is_world_process_zero():
         print(report, file=sys.stderr)
@@ -132,6 +148,8 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
     trainer.train(resume_from_checkpoint=resume if resume not in (None, "False") else None)
     trainer.save_model()
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        keep_record(Path(model_options.model), Path(training.output_dir))
     if chat.streaming and trainer.is_world_process_zero():
         print(report, file=sys.stderr)
     return trainer
