@@ -177,7 +177,7 @@ def test_an_earlier_answer_that_the_template_writes_without_its_thought_is_refus
     with pytest.raises(BadRow) as error:
         one_row(tmp_path, record, qwen)
     assert re.search(
-        r"chat.jsonl:1: message 2 is not .* as it would be generated.*train_on='each'.*train_on='last'.*preserve_thinking",
+        r"chat.jsonl:1: message 2 is not .* generated.*train_on='each'.*train_on='last'.*preserve_thinking",
         str(error.value),
     )
     answer = "Clouds.\n</think>\n\nYes.<|im_end|>"

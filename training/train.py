@@ -15,7 +15,16 @@ from pathlib import Path
 
 import torch
 from datasets import load_from_disk
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments, set_seed
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
 
 from ..objective_clover import Objective
 from .conversion_target import keep_record
@@ -80,13 +89,11 @@ def data_options(chat: ChatOptions, size: int, seed: int) -> DataOptions:
     return DataOptions(**given)
 
 
-def load(options: ModelOptions, objective: Objective, training: TrainingArguments):
-    """The model, in fp32 unless half precision alone is asked for, and its tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
+def load(options: ModelOptions, objective: Objective, training: TrainingArguments) -> PreTrainedModel | PeftModel:
+    """The model; its weights and optimiser states are kept in fp32, `--bf16` computes in bf16 beside them."""
     implementations = {"attn_implementation": options.attention}
     if options.experts:
         implementations["experts_implementation"] = options.experts
-    # Weights and optimiser states are kept in fp32; `--bf16` computes in bf16 beside them.
     model = AutoModelForCausalLM.from_pretrained(
         options.model, trust_remote_code=True, dtype=torch.float32, **implementations
     )
@@ -96,7 +103,7 @@ def load(options: ModelOptions, objective: Objective, training: TrainingArgument
         model = with_lora(model, options.lora_rank, options.lora_alpha)
         if training.gradient_checkpointing:
             model.enable_input_require_grads()
-    return model, tokenizer
+    return model
 
 
 def check(chat: ChatOptions, training: TrainingArguments) -> None:
@@ -121,10 +128,11 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
         training.accelerator_config.dispatch_batches = False
     set_seed(training.seed)
     objective = Objective(**arguments_of(objective_options, Objective))
+    # Everything is read before the model, which may take long to load.
     size = AutoConfig.from_pretrained(model_options.model, trust_remote_code=True).block_size
     options = data_options(chat, size, training.seed)
     questions = read_questions(Path(chat.questions), chat.max_questions) if chat.questions else []
-    model, tokenizer = load(model_options, objective, training)
+    tokenizer = AutoTokenizer.from_pretrained(model_options.model, trust_remote_code=True)
     if chat.rows:
         rows, report = load_from_disk(chat.rows), f"{chat.rows}: rows as they are"
     else:
@@ -132,7 +140,7 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
             rows, report = build_rows(chat.train_files, tokenizer, options, streaming=chat.streaming)
     eval_rows = build_rows(chat.eval_files, tokenizer, options)[0] if chat.eval_files else None
     trainer = CloverTrainer(
-        model=model,
+        model=load(model_options, objective, training),
         args=training,
         train_dataset=rows,
         eval_dataset=eval_rows if eval_rows is not None else rows.select(range(1)) if questions else None,
