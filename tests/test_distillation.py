@@ -147,6 +147,17 @@ def test_the_ladder_has_a_line_for_each_way_of_training():
     assert rungs[0].passes < rungs[1].passes
 
 
+def test_the_ladder_measures_no_other_model():
+    with pytest.raises(ValueError, match="holds a 'qwen3_5_moe_text', but must hold a 'clover_moe': convert it first"):
+        climb("stock", CHECKPOINT.parent / "qwen-tiny", "autoregressive", heldout(1))
+
+
+def test_chats_and_held_out_exchanges_can_be_of_some_tasks(tmp_path):
+    write_chats(tmp_path / "a.jsonl", "train", 12, tasks=["tool"])
+    assert all("tools" in json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines())
+    assert {exchange.task for exchange in heldout(6, tasks=["json", "tool"])} == {"json", "tool"}
+
+
 def test_a_training_is_drawn(tmp_path):
     history = [{"step": 1, "loss": 3.0, "denoising_loss": 2.0}, {"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 2.5}]
     ratios = [{"step": 1, "loss": [None, *range(9)]}, {"step": 2, "loss": [0.5] * 10}]

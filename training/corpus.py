@@ -94,9 +94,9 @@ def messages_of(document: Document) -> list[dict]:
     return messages
 
 
-def write_chats(path: Path, split: str, count: int, seed: int = 0) -> None:
+def write_chats(path: Path, split: str, count: int, seed: int = 0, tasks: Sequence[str] | None = None) -> None:
     """Writes exchanges as chats, JSON lines of `messages` and `tools`, as fine-tuning and its questions read them."""
-    found = heldout(count, seed) if split == "heldout" else islice(exchanges(split, seed), count)
+    found = heldout(count, seed, tasks) if split == "heldout" else islice(exchanges(split, seed, tasks), count)
     with open(path, "w") as file:
         for exchange in found:
             answer = {"role": "assistant", "content": exchange.answer}

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from ..configuration_clover import CloverConfig
 from .corpus import heldout
 from .judge import Question, answered
-from .tasks import Exchange, is_correct
+from .tasks import TASKS, Exchange, is_correct
 
 WARM_UP = 3  # exchanges answered before the clock runs
 
@@ -40,7 +41,14 @@ class Rung:
 
 
 def climb(name: str, folder: Path, decoding: str, exchanges: list[Exchange]) -> Rung:
-    """Answers the exchanges one at a time, in fp32."""
+    """Answers the exchanges one at a time, in fp32.
+
+    Raises:
+        ValueError: the folder holds no Clover. An autoregressive checkpoint is measured as converted.
+    """
+    kind = AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type
+    if kind != CloverConfig.model_type:
+        raise ValueError(f"{folder} holds a {kind!r}, but must hold a {CloverConfig.model_type!r}: convert it first")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
     questions = [Question(e.messages, e.tools, e.answer) for e in exchanges]
@@ -64,11 +72,12 @@ def table(rungs: list[Rung]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", nargs=3, action="append", required=True, metavar=("NAME", "DIR", "DECODING"))
     parser.add_argument("--exchanges", type=int, default=1000)
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="only exchanges of these kinds")
     parser.add_argument("--markdown", type=Path, help="write the table here too")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    exchanges, rungs = heldout(arguments.exchanges), []
+    exchanges, rungs = heldout(arguments.exchanges, tasks=arguments.tasks), []
     for name, folder, decoding in arguments.row:
         rungs.append(climb(name, Path(folder), decoding, exchanges))
         print(rungs[-1].line(), flush=True)
