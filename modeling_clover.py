@@ -30,6 +30,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -460,6 +461,13 @@ class CloverForDiffusionLM(CloverGenerationMixin, CloverPreTrainedModel, Qwen3_5
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
         self.post_init()
+
+    def load_adapter(self, peft_model_id: str | None = None, *args, **kwargs):
+        """transformers' own, which would load half of what `training/lora.py` trained, and call it whole."""
+        is_half = peft_model_id is not None and (Path(peft_model_id) / "added.safetensors").is_file()
+        merge = "merged into its base, by `python -m clover.training merge`"
+        require(not is_half, "adapter", str(peft_model_id), merge)
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @can_return_tuple
     def forward(

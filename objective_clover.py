@@ -15,7 +15,9 @@ Answers that end inside a block: nothing is known of what follows while it is de
 are masked like the answer's and become padding, with a weight of their own.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,8 +59,10 @@ class Objective:
     def __post_init__(self):
         require(self.weighting in WEIGHTINGS, "weighting", self.weighting, " or ".join(WEIGHTINGS))
         for name in ("causal_weight", "tail_weight", "confidence_weight"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        require(self.max_weight >= 1, "max_weight", self.max_weight, "at least 1")
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "at least 0, and finite")
+        require(1 <= self.max_weight < math.inf, "max_weight", self.max_weight, "at least 1, and finite")
+        has_effect = self.weighting == "inverse_ratio" or self.max_weight == type(self).max_weight
+        require(has_effect, "max_weight", self.max_weight, "left out unless `weighting` is 'inverse_ratio'")
         require(self.head_chunk >= 1, "head_chunk", self.head_chunk, "at least 1")
 
 
@@ -114,9 +118,36 @@ def document_ids_of(attention_mask: torch.Tensor) -> torch.Tensor:
     return attention_mask.long() - 1
 
 
+def check_batch(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    document_ids: torch.Tensor | None,
+    decoding_order: torch.Tensor | None,
+    noise_seeds: torch.Tensor | None,
+) -> None:
+    """Raises a `ValueError` on tensors of the wrong kind or shape; values are not looked at."""
+    is_batch = input_ids.ndim == 2 and input_ids.dtype == torch.long
+    require(is_batch, "input_ids", f"{input_ids.dtype} {tuple(input_ids.shape)}", "torch.int64 of shape (B, N)")
+    others = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
+    for name, value in (others | {"decoding_order": decoding_order}).items():
+        fits = value is None or value.shape == input_ids.shape
+        require(fits, name, value if value is None else tuple(value.shape), "of the shape of `input_ids`")
+    require(labels.dtype == torch.long, "labels", labels.dtype, "torch.int64")
+    twice = attention_mask is not None and document_ids is not None
+    require(not twice, "attention_mask", "given with `document_ids`", "left out then: padding has document -1")
+    if noise_seeds is not None:
+        is_one_each = isinstance(noise_seeds, torch.Tensor) and noise_seeds.shape == input_ids.shape[:1]
+        found = tuple(noise_seeds.shape) if isinstance(noise_seeds, torch.Tensor) else noise_seeds
+        require(is_one_each, "noise_seeds", found, f"a tensor of one seed a row, ({len(input_ids)},)")
+
+
 def check_documents(document_ids: torch.Tensor, size: int) -> None:
-    """Documents begin where a block does and are padded, as a whole, up to the next one."""
+    """Documents begin where a block does, in one piece, and are padded, as a whole, up to the next one."""
     blocks = document_ids.unflatten(1, (-1, size))  # (B, n, T)
+    for row in blocks[..., 0].tolist():
+        pieces = [document for document, _ in groupby(row) if document >= 0]
+        require(len(pieces) == len({*pieces}), "document_ids", pieces, "of documents in one piece each")
     real = blocks >= 0
     same = (blocks == blocks[..., :1]) | ~real
     full_before = real[:, :-1].all(-1) | (blocks[:, :-1, 0] != blocks[:, 1:, 0])
@@ -397,16 +428,17 @@ def block_diffusion_loss(
     size, mask_token = config.block_size, config.mask_token_id
     require(mask_token is not None, "mask_token_id", None, "set in the config: noisy blocks are made of it")
     pad = config.pad_token_id if config.pad_token_id is not None else mask_token
-    for name, value in (("labels", labels), ("attention_mask", attention_mask), ("document_ids", document_ids)):
-        fits = value is None or value.shape == input_ids.shape
-        require(fits, name, value if value is None else tuple(value.shape), "of the shape of `input_ids`")
+    check_batch(input_ids, labels, attention_mask, document_ids, decoding_order, noise_seeds)
+    sums = isinstance(num_items_in_batch, torch.Tensor) or num_items_in_batch is None or num_items_in_batch > 0
+    require(sums, "num_items_in_batch", num_items_in_batch, "null or at least 1")
     if document_ids is None:
         document_ids = document_ids_of(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
     missing = -input_ids.shape[1] % size
     input_ids, labels = F.pad(input_ids, (0, missing), value=pad), F.pad(labels, (0, missing), value=IGNORED)
     document_ids = F.pad(document_ids, (0, missing), value=-1)
     check_documents(document_ids, size)
-    require(bool((labels != IGNORED).any()), "labels", "-100 everywhere", "a token somewhere")
+    labels = labels.masked_fill(document_ids < 0, IGNORED)  # padding is never learnt, so it does not count either
+    require(bool((labels != IGNORED).any()), "labels", "-100 everywhere but in padding", "a token somewhere")
 
     in_range = masking_ratio is None or 0 < masking_ratio <= 1
     require(in_range, "masking_ratio", masking_ratio, "null or in (0, 1]")
@@ -454,7 +486,7 @@ def block_diffusion_loss(
         predicted &= document_ids[:, 1:] == document_ids[:, :-1]
         causal, _ = token_losses(model.lm_head, before[predicted], following[predicted], objective.head_chunk)
         loss = loss + objective.causal_weight * causal.sum() / items
-        found.causal_loss = causal.detach().mean()
+        found.causal_loss = causal.detach().sum() / max(1, len(causal))
     if outputs.router_logits:
         real = torch.cat([document_ids >= 0, (streams.noisy_block >= 0).repeat_interleave(size, 1)], dim=1)
         aux = load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok, real)

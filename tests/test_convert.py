@@ -596,10 +596,10 @@ def test_a_full_disk_is_told_before_anything_is_written(stock, tmp_path, monkeyp
 def test_the_command_reports_or_says_what_is_wrong(stock, tmp_path, capsys, monkeypatch):
     command = ["convert", "--from", str(stock), "--to", str(tmp_path / "clover"), "--verify", "tensors"]
     monkeypatch.setattr(sys, "argv", ["training", *command])
-    assert commands.main() == 0
+    assert commands.status_of(commands.run) == 0
     shown = capsys.readouterr().out
     assert "12 added" in shown and "264 before, 264 after; mask token 260" in shown and "NOT compared" in shown
-    assert commands.main() == 2
+    assert commands.status_of(commands.run) == 2
     assert "exists and is no half-done conversion" in capsys.readouterr().err
 
 

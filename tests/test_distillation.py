@@ -1,6 +1,7 @@
 """Answers and in which order they were decoded; judging and comparing models by what they generate."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModel, AutoTokenizer
 
+from clover.training.__main__ import run
+from clover.training.commands import status_of
 from clover.training.corpus import heldout, write_chats
 from clover.training.evaluate import evaluate
-from clover.training.judge import Question, answered, final_part, make_judge, read_questions
+from clover.training.judge import Question, answered, check_fit, final_part, make_judge, read_questions
 from clover.training.ladder import climb, table
 from clover.training.plots import draw
 from clover.training.trajectories import trajectories
@@ -136,7 +139,7 @@ def test_a_line_that_is_no_question_is_refused_with_its_number(line, tmp_path):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "q.jsonl").write_text(json.dumps(good) + "\n" + line + "\n")
     assert len(read_questions(tmp_path / "q.jsonl", limit=1)) == 1
-    with pytest.raises(ValueError, match=r"q\.jsonl, line 2"):
+    with pytest.raises(ValueError, match=r"q\.jsonl:2: "):
         read_questions(tmp_path / "q.jsonl")
 
 
@@ -148,7 +151,7 @@ def test_the_ladder_has_a_line_for_each_way_of_training():
 
 
 def test_the_ladder_measures_no_other_model():
-    with pytest.raises(ValueError, match="holds a 'qwen3_5_moe_text', but must hold a 'clover_moe': convert it first"):
+    with pytest.raises(ValueError, match="holds a 'qwen3_5_moe_text', but must hold a 'clover_moe': .* convert"):
         climb("stock", CHECKPOINT.parent / "qwen-tiny", "autoregressive", heldout(1))
 
 
@@ -156,6 +159,43 @@ def test_chats_and_held_out_exchanges_can_be_of_some_tasks(tmp_path):
     write_chats(tmp_path / "a.jsonl", "train", 12, tasks=["tool"])
     assert all("tools" in json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines())
     assert {exchange.task for exchange in heldout(6, tasks=["json", "tool"])} == {"json", "tool"}
+
+
+def test_questions_come_in_every_form_that_is_trained_on(tmp_path):
+    rows = [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "completion": "b"},
+    ]
+    (tmp_path / "q.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    assert read_questions(tmp_path / "q.jsonl") == [Question(({"role": "user", "content": "a"},), None, "b")] * 2
+    with pytest.raises(ValueError, match="is 0, but must be at least 1"):
+        read_questions(tmp_path / "q.jsonl", limit=0)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_questions(tmp_path / "nowhere.jsonl")
+
+
+def test_a_question_that_does_not_fit_is_told_before_it_is_asked(tokenizer, questions):
+    check_fit(tokenizer, questions, 96, 1024)
+    with pytest.raises(ValueError, match="`max_new_tokens` is 1000, but question . has .* at most"):
+        check_fit(tokenizer, questions, 1000, 1024)
+    with pytest.raises(ValueError, match="`max_new_tokens` is 0"):
+        check_fit(tokenizer, questions, 0, 1024)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--exchanges", "0"], "`--exchanges` is 0"),
+        (["--row", "a", str(CHECKPOINT), "greedy"], "'greedy', but must have one of"),
+        (["--row", "a", "nowhere", "autoregressive"], "nowhere is no folder"),
+        (["--markdown", "nowhere/a.md"], "`--markdown` is nowhere/a.md"),
+    ],
+)
+def test_what_the_ladder_cannot_measure_is_told_first(arguments, message, capsys, monkeypatch):
+    row = ["--row", "a", str(CHECKPOINT), "low_confidence"]
+    monkeypatch.setattr(sys, "argv", ["training", "ladder", *row, *arguments])
+    assert status_of(run) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_training_is_drawn(tmp_path):

@@ -1,5 +1,6 @@
 """`model(input_ids, labels=...)` is the block-diffusion loss: what generation's own passes give, block by block."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,23 @@ def test_rows_padded_on_the_right_are_documents_of_their_own():
         padded = model(inputs, labels=targets, attention_mask=mask, noise_seeds=seeds).loss
         grid = packed([[1], [0]]) | {"noise_seeds": seeds}
         torch.testing.assert_close(padded, model(**grid).loss, **CLOSE)
+
+
+def test_labels_of_padding_are_none():
+    model, (ids, labels) = model_with(), DOCUMENTS[0]
+    inputs, missing = torch.tensor([ids + [PAD] * 11]), [PAD] * 11
+    mask = (inputs != PAD).long()
+    losses = [
+        model(inputs, labels=torch.tensor([labels + tail]), attention_mask=mask, noise_seeds=torch.tensor([3])).loss
+        for tail in (missing, [-100] * 11)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_an_answer_of_one_token_at_the_start_has_no_causal_loss():
+    labels = torch.tensor([[7] + [-100] * 7])
+    out = model_with()(torch.tensor([[7] + [5] * 7]), labels=labels, noise_seeds=torch.tensor([3]))
+    assert out.causal_loss == 0 and out.loss.isfinite()
 
 
 def test_labels_are_counted_over_accumulation_steps_and_processes():
@@ -391,8 +409,9 @@ def test_the_confidence_term_is_the_entropy_where_the_token_is_right():
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 IDS = torch.arange(1, 17)[None]
+LONG, ONE = torch.ones(1, 24, dtype=torch.long), torch.tensor([1])
 REFUSED = {
-    "labels that are none": ({"labels": torch.full_like(IDS, -100)}, "`labels` is '-100 everywhere'"),
+    "labels that are none": ({"labels": torch.full_like(IDS, -100)}, "`labels` is '-100 everywhere but in padding'"),
     "labels of another shape": ({"labels": IDS[:, :5]}, "`labels` is \\(1, 5\\)"),
     "padding on the left": ({"attention_mask": torch.tensor([[0] * 4 + [1] * 12])}, "padded on the right only"),
     "a document off the grid": ({"document_ids": torch.tensor([[0] * 5 + [1] * 11])}, "multiple of 8"),
@@ -403,6 +422,23 @@ REFUSED = {
     "a hole": ({"document_ids": torch.tensor([[0] * 5 + [-1] + [0] * 10])}, "multiple of 8"),
     "a share above 1": ({"masking_ratio": 1.5}, "`masking_ratio` is 1.5"),
     "a cache": ({"past_key_values": object()}, "`past_key_values`"),
+    "all of it padding": ({"attention_mask": torch.zeros_like(IDS)}, "`labels` is '-100 everywhere but in padding'"),
+    "a document in two pieces": (
+        {"document_ids": torch.tensor([[0] * 8 + [1] * 8 + [0] * 8]), "input_ids": LONG, "labels": LONG},
+        "`document_ids` is \\[0, 1, 0\\]",
+    ),
+    "padding said twice": (
+        {"document_ids": torch.zeros_like(IDS), "attention_mask": torch.ones_like(IDS)},
+        "`attention_mask`",
+    ),
+    "a seed too few": ({"input_ids": IDS.repeat(2, 1), "labels": IDS.repeat(2, 1), "noise_seeds": ONE}, "is \\(1,\\)"),
+    "a seed too many": ({"noise_seeds": torch.tensor([1, 2])}, "`noise_seeds` is \\(2,\\)"),
+    "seeds that are a list": ({"noise_seeds": [1]}, "`noise_seeds` is \\[1\\]"),
+    "an order of another shape": ({"decoding_order": IDS[:, :3]}, "`decoding_order`"),
+    "ids of one dimension": ({"input_ids": IDS[0], "labels": IDS[0]}, "`input_ids`"),
+    "ids of 32 bits": ({"input_ids": IDS.int()}, "`input_ids` is 'torch.int32"),
+    "labels of 32 bits": ({"labels": IDS.int()}, "`labels` is torch.int32"),
+    "a count of nothing": ({"num_items_in_batch": 0}, "`num_items_in_batch` is 0"),
     "a misspelt argument": ({"noise_seed": torch.tensor([1])}, "noise_seed"),
 }
 
@@ -416,7 +452,16 @@ def test_what_cannot_be_trained_on_is_refused_by_name(name):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"weighting": "cosine"}, {"tail_weight": -1}, {"causal_weight": -0.1}, {"max_weight": 0}, {"head_chunk": 0}],
+    [
+        {"weighting": "cosine"},
+        {"tail_weight": -1},
+        {"tail_weight": math.inf},
+        {"causal_weight": -0.1},
+        {"confidence_weight": math.nan},
+        {"max_weight": 0},
+        {"max_weight": 8},
+        {"head_chunk": 0},
+    ],
 )
 def test_an_objective_that_cannot_be_is_refused(wrong):
     (name,) = wrong

@@ -240,5 +240,9 @@ def test_lora_without_its_added_tensors_is_refused(adapted, tmp_path):
         (tmp_path / name).write_bytes((folder / "checkpoint-8" / name).read_bytes())
     with pytest.raises(FileNotFoundError, match=r"added\.safetensors"):
         merged(draw(), tmp_path)
+    with pytest.raises(ValueError, match="`adapter` is .*merge"):
+        draw().load_adapter(str(folder / "checkpoint-8"))
+    with pytest.raises(ValueError, match="trained on another model"):
+        merged(draw(seed=5), folder / "checkpoint-8")
     with pytest.raises(ValueError, match="`lora_dropout` is 0.1"):
         with_lora(draw(), 4, 8, dropout=0.1)

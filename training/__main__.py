@@ -15,8 +15,16 @@ import argparse
 import sys
 
 from . import chats, convert, ladder, merge, train, trajectories
+from .commands import status_of
 
-COMMANDS = {"convert": convert, "merge": merge, "trajectories": trajectories, "ladder": ladder, "chats": chats}
+COMMANDS = {
+    "convert": convert,
+    "train": train,
+    "merge": merge,
+    "trajectories": trajectories,
+    "ladder": ladder,
+    "chats": chats,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,22 +34,19 @@ def parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         summary = module.__doc__.splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=raw)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        if module is not train:
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return whole
 
 
-def main() -> int:
-    try:
-        if sys.argv[1:2] == ["train"]:  # whose arguments are dataclasses, as transformers' are
-            train.main(sys.argv[2:])
-            return 0
-        arguments = parser().parse_args()
-        return arguments.run(arguments)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def run() -> int | None:
+    if sys.argv[1:2] == ["train"]:  # whose arguments are dataclasses, as transformers' are
+        train.main(sys.argv[2:])
+        return None
+    arguments = parser().parse_args()
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(run))

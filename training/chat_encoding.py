@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from .chat_records import AmbiguousColumns, BadRow, Conversation, conversation_of, texts_of
 from .data_options import DataOptions
 
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 40  # characters of a text in an error
 
@@ -50,6 +53,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
         check_tokenizer(tokenizer)
         self.tokenizer, self.options = tokenizer, options
+        self._check_names(options.template_options, tokenizer.get_chat_template())
         added = tokenizer.added_tokens_decoder
         self._special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         names = sorted({added[id].content for id in self._special if id in added}, key=len, reverse=True)
@@ -66,6 +70,7 @@ class ChatEncoder:
             try:
                 conversation = conversation_of(record, self.options.columns)
                 self._refuse_special_tokens(conversation)
+                self._check_names_of(conversation)
                 found.append([self._marked(part) or self._rendered(part) for part in self._parts(conversation)])
             except AmbiguousColumns:
                 raise
@@ -91,6 +96,23 @@ class ChatEncoder:
                     f"the text {around!r} spells the special token {match[0]}, which the model would read as that "
                     "token: rewrite it, or allow such texts with special_tokens='allow'"
                 )
+
+    def _check_names_of(self, conversation: Conversation) -> None:
+        try:
+            self._check_names(conversation.template_options or {}, self._template(conversation))
+        except ValueError as error:
+            raise BadRow(str(error).replace("template_options", "chat_template_kwargs")) from None
+
+    def _check_names(self, options: dict, template: str) -> None:
+        """Raises a `ValueError` on what a template does not read, or what is not for a caller to say."""
+        if not options:
+            return
+        environment = _compile_jinja_template(template).environment
+        known = find_undeclared_variables(environment.parse(template)) - RESERVED
+        for name in options:
+            if name not in known:
+                allowed = ", ".join(sorted(known - {*self.tokenizer.special_tokens_map, *environment.globals}))
+                raise ValueError(f"`template_options` has {name!r}, but the chat template reads {allowed or 'none'}")
 
     # ---- templates that mark answers ----
 

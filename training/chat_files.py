@@ -39,6 +39,9 @@ def load_chat(files: list[str], streaming: bool = False, columns: tuple[str, ...
     columns = tuple(columns)
     for path in paths:
         _check(path, columns)
+    for path in paths:
+        if Path(path).suffix in JSON_LINES and (first := next(_json_lines(path), None)) and first[1] in (b"[", b"[{"):
+            raise ValueError(f"{path} is one JSON list over several lines: JSON lines, a row each, can be read")
     if next(_rows(paths, columns), None) is None:
         raise ValueError(f"there are no rows in {list(paths)}")
     # Tuples, because `datasets` takes lists for shards to deal out: rows are packed across files, so there is one.

@@ -1,7 +1,8 @@
 """A record of a file as a conversation: the usual shapes, and what can be wrong with them.
 
 Shapes: `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt` and `completion`, each
-of which is text or messages. `tools` are the functions offered, `chat_template_kwargs` arguments of the template.
+of which is text or messages. `tools` are the functions offered, `system` is a text before all messages,
+`chat_template_kwargs` are arguments of the template. An answer of `weight` 0 is not learnt.
 """
 
 import json
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "prompt", "completion")
-OTHER_COLUMNS = ("tools", "chat_template_kwargs")
+OTHER_COLUMNS = ("tools", "chat_template_kwargs", "system", "functions")
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what one thing is called in different places
@@ -50,6 +51,8 @@ def conversation_of(record: bytes, columns: tuple[str, ...] = ()) -> Conversatio
         AmbiguousColumns: it has several columns that could be the conversation.
     """
     row = _parsed(record)
+    if row.get("functions"):
+        raise BadRow("functions are an older form, which chat templates do not write: give them as tools")
     names = columns or _columns_of(row)
     if missing := [name for name in names if row.get(name) is None]:
         raise BadRow(f"there is no {' and no '.join(missing)}, but {_listed(row)}")
@@ -59,6 +62,12 @@ def conversation_of(record: bytes, columns: tuple[str, ...] = ()) -> Conversatio
         prompt = _messages(row[names[0]], names[0], "user")
         messages, first = prompt + _messages(row[names[1]], names[1], "assistant"), len(prompt)
     answers = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
+    given = [message for name in names for message in (row[name] if isinstance(row[name], list) else [row[name]])]
+    answers = [at for at in answers if _weight(given[at], f"message {at + 1}")]
+    if system := _system(row):
+        if messages[0]["role"] == "system":
+            raise BadRow("there is a system text beside a first message of the role system: leave one out")
+        messages, answers = [system, *messages], [at + 1 for at in answers]
     if not answers:
         raise BadRow(f"{names[-1]} has no message of an assistant, so there is nothing to learn")
     conversation = Conversation(
@@ -96,7 +105,8 @@ def _parsed(record: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         raise BadRow(f"not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise BadRow(f"not a JSON object, but {_kind(row)}")
+        hint = ": a file of one JSON list must be made one of JSON lines, a row each" if isinstance(row, list) else ""
+        raise BadRow(f"not a JSON object, but {_kind(row)}{hint}")
     return row
 
 
@@ -143,6 +153,24 @@ def _message(given: object, place: str) -> dict:
     # A tool's answer can say what it answers; some templates write that.
     named = {name: given[name] for name in ("name", "tool_call_id") if isinstance(given.get(name), str)}
     return message | ({"tool_calls": calls} if calls else {}) | named
+
+
+def _system(row: dict) -> dict | None:
+    """What ShareGPT has beside the conversation instead of in it."""
+    text = row.get("system")
+    if text in (None, ""):
+        return None
+    if not isinstance(text, str):
+        raise BadRow(f"system must be text, not {_kind(text)}")
+    return {"role": "system", "content": text}
+
+
+def _weight(given: object, place: str) -> bool:
+    """Whether an answer is learnt: OpenAI's weight, 0 or 1."""
+    weight = given.get("weight") if isinstance(given, dict) else None
+    if weight not in (None, 0, 1):
+        raise BadRow(f"{place} has the weight {weight!r}, but must have 0 or 1")
+    return weight is None or weight == 1
 
 
 def _role(given: object, roles: dict[str, str] | tuple[str, ...], place: str) -> str:

@@ -147,7 +147,10 @@ def split_differs(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> li
     read = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer
     if str(read) == str(tokenizer.backend_tokenizer.pre_tokenizer):
         return []
-    return [f"AutoTokenizer splits texts in {folder} by Qwen's pattern, not by the one in its tokenizer.json"]
+    return [
+        f"AutoTokenizer splits texts in {folder} by Qwen's pattern, as it does for this model type, not by "
+        f"the one in its tokenizer.json: load that with PreTrainedTokenizerFast. Clovers keep the tokenizer.json's"
+    ]
 
 
 def forget_token(folder: Path, id: int) -> None:

@@ -12,6 +12,7 @@ only when it is complete and, read again, equal to its source bit by bit.
 import argparse
 import base64
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -122,6 +123,11 @@ def convert(source: Path, target: Path, options: Options | None = None, verify: 
             nothing was written), or what was written does not equal the source.
     """
     options = options or Options()
+    for name in ("mask_token", "mask_token_id", "block_size") if options.reverse else ():
+        given = getattr(options, name)
+        demand(given == getattr(Options, name), f"--{name.replace('_', '-')} is {given}, no option of --reverse.")
+    is_size = re.fullmatch(r"[1-9]\d*\s*[KMGT]?i?B", options.max_shard_size)
+    demand(is_size, f"--max-shard-size is {options.max_shard_size!r}, must be a size such as 5GB or 500MB.")
     demand(verify in VERIFY, f"verify is {verify!r}, must be {' or '.join(VERIFY)}.")
     read = read_source(source, ("clover_moe",) if options.reverse else ("qwen3_5_moe_text", "qwen3_5_moe"))
     identity = {"source": digest(read), "options": asdict(options)}
@@ -275,6 +281,8 @@ def choose_mask(tokenizer: PreTrainedTokenizerFast | None, size: int, ids: dict,
             token = next((text for text, number in vocabulary.items() if number == id), None)
             demand(token is not None, f"--mask-token-id is {id}, which is no token of the tokenizer.")
         demand(token is None or token in vocabulary, f"--mask-token is {token!r}, which is no token of the tokenizer.")
+        is_text = token is not None and vocabulary[token] not in tokenizer.added_tokens_decoder
+        demand(not is_text, f"--mask-token is {token!r}, a token of ordinary text: it must be one that no text has.")
         token = token or tokenizer.mask_token or MASK_TOKEN
         is_new = token not in vocabulary
         tokenizer.add_special_tokens({"mask_token": token})
@@ -336,6 +344,7 @@ def compare_logits(source: Source, target: Path, result: Result, reverse: bool) 
     ids = kept.nonzero()[:, 0][torch.randint(0, int(kept.sum()), (2, 80), generator=generator)]
     before = logits_of(first, source.folder, config_class(**source.fields), planned.dtype, ids, size)[..., kept]
     after = logits_of(second, target, None, planned.dtype, ids, size)[..., kept]
+    demand(before.isfinite().all(), f"{source.folder}: the causal logits are not finite.")
     worst = (before.double() - after.double()).abs().max()
     demand(torch.equal(bits(before), bits(after)), f"The causal logits differ, by {worst:.2e} at most.")
 

@@ -1,6 +1,5 @@
 """What a model can do by generation: exact match with reference answers, and tokens per forward."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .chat_files import load_chat
+from .chat_records import conversation_of
 from .tasks import final_part
 
 ONE_TOKEN_PER_PASS = 1.0  # a confidence is never above 1, so every pass accepts its best position alone
@@ -34,28 +35,41 @@ class Given:
     commits: int
 
 
-def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Questions of JSON lines with `messages`, of which the last one is the reference, and `tools` if there are.
+def read_questions(path: Path | str, limit: int | None = None) -> list[Question]:
+    """Questions of chats in any form that is trained on (see `chat_files`); their last answers are the references.
 
     Raises:
-        ValueError: a line that is no such thing; with its number.
+        FileNotFoundError: there is no such file.
+        ValueError: a row that is no such thing, with its place; or a limit below 1.
     """
-    questions = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if limit is not None and len(questions) == limit:
-            break
+    if limit is not None and limit < 1:
+        raise ValueError(f"the limit of questions is {limit}, but must be at least 1")
+    questions, records = [], load_chat([str(path)])
+    for row in records if limit is None else records.select(range(min(limit, len(records)))):
         try:
-            entry = json.loads(line)
-            *asked, last = entry["messages"]
-            if last["role"] != "assistant" or not asked:
-                raise ValueError("the last message must be an assistant's, after others")
-            tools = entry.get("tools")
-            questions.append(Question(tuple(asked), tuple(tools) if tools else None, last["content"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error!r}: no `messages` with an answer at their end") from None
-    if not questions:
-        raise ValueError(f"{path} holds no questions")
+            chat = conversation_of(row["record"])
+            *asked, last = chat.messages
+            if not asked or last["role"] != "assistant":
+                raise ValueError("there is nothing before the answer")
+        except ValueError as error:
+            raise ValueError(f"{row['source']}: {error}") from None
+        if last.get("tool_calls"):
+            raise ValueError(f"{row['source']}: the last answer calls a tool, which is not compared with what is said")
+        questions.append(Question(tuple(asked), chat.tools, last["content"]))
     return questions
+
+
+def check_fit(tokenizer: PreTrainedTokenizerBase, questions: list[Question], max_new_tokens: int, context: int) -> None:
+    """Raises a `ValueError` on a question whose prompt and answer do not fit into the context."""
+    if max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` is {max_new_tokens}, but must be at least 1")
+    for number, question in enumerate(questions, start=1):
+        length = prompts_of(tokenizer, [question], torch.device("cpu"))["input_ids"].shape[1]
+        if length + max_new_tokens > context:
+            raise ValueError(
+                f"`max_new_tokens` is {max_new_tokens}, but question {number} has {length} tokens of a context of "
+                f"{context}: it must be at most {context - length}"
+            )
 
 
 @torch.no_grad()

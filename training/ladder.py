@@ -2,8 +2,9 @@
 
     python -m clover.training ladder --row "autoregressive" DIR autoregressive --row "converted" DIR low_confidence ...
 
-Each row names a checkpoint and how it decodes. Exact match, tokens per forward (denoising and commit passes; in
-autoregressive decoding each token is one), passes and seconds per answer, one exchange at a time.
+Each row names a checkpoint and how it decodes: autoregressive, low_confidence or self_speculative. Exact match, tokens
+per forward (denoising and commit passes; in autoregressive decoding each token is one), passes and seconds per answer,
+one exchange at a time.
 """
 
 import argparse
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
-from ..configuration_clover import CloverConfig
+from ..options_clover import DECODINGS
 from .corpus import heldout
+from .folders import config_of
 from .judge import Question, answered
 from .tasks import TASKS, Exchange, is_correct
 
@@ -46,9 +48,7 @@ def climb(name: str, folder: Path, decoding: str, exchanges: list[Exchange]) -> 
     Raises:
         ValueError: the folder holds no Clover. An autoregressive checkpoint is measured as converted.
     """
-    kind = AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type
-    if kind != CloverConfig.model_type:
-        raise ValueError(f"{folder} holds a {kind!r}, but must hold a {CloverConfig.model_type!r}: convert it first")
+    config_of(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
     questions = [Question(e.messages, e.tools, e.answer) for e in exchanges]
@@ -77,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.exchanges < 1:
+        raise ValueError(f"`--exchanges` is {arguments.exchanges}, but must be at least 1")
+    for _, folder, decoding in arguments.row:
+        config_of(folder)
+        if decoding not in DECODINGS:
+            raise ValueError(f"`--row` has the decoding {decoding!r}, but must have one of {', '.join(DECODINGS)}")
+    if arguments.markdown and not arguments.markdown.parent.is_dir():
+        raise ValueError(f"`--markdown` is {arguments.markdown}, in a folder that is not there")
     exchanges, rungs = heldout(arguments.exchanges, tasks=arguments.tasks), []
     for name, folder, decoding in arguments.row:
         rungs.append(climb(name, Path(folder), decoding, exchanges))

@@ -4,10 +4,12 @@ What makes a Clover of an autoregressive model is small and new: the right taps,
 embedding. These are trained whole, beside the adapters, and saved in `added.safetensors`.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -36,7 +38,9 @@ def with_lora(model: CloverForDiffusionLM, rank: int, alpha: int, dropout: float
         target_parameters=list(EXPERTS),
         trainable_token_indices={"embed_tokens": [model.config.mask_token_id]},
     )
+    stamp = base_stamp(model)
     adapted = get_peft_model(model, config)
+    adapted.base_stamp = stamp
     for _, parameter in added_parameters(adapted):
         parameter.requires_grad_(True)
     return adapted
@@ -48,20 +52,34 @@ def added_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n.removeprefix(prefix), p) for n, p in model.named_parameters() if n.rsplit(".", 1)[-1] in ADDED]
 
 
+def base_stamp(model: nn.Module) -> str:
+    """What tells one base model from another: a digest of every tensor's name, shape and first values."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        first = [] if parameter.is_meta else parameter.detach().flatten()[:16].float().cpu().tolist()
+        digest.update(repr((name, tuple(parameter.shape), first)).encode())
+    return digest.hexdigest()
+
+
 def save_added(model: nn.Module, folder: Path) -> None:
     """Saves the added tensors of a PEFT model; of another they are in its own file."""
     if isinstance(model, PeftModel):
-        save_file({name: p.detach().cpu().contiguous() for name, p in added_parameters(model)}, folder / FILE)
+        tensors = {name: p.detach().cpu().contiguous() for name, p in added_parameters(model)}
+        save_file(tensors, folder / FILE, metadata={"base": model.base_stamp})
 
 
 def load_added(model: nn.Module, folder: Path) -> None:
     """Loads them.
 
     Raises:
-        ValueError: the file's tensors are not the model's.
+        ValueError: the file's tensors are not the model's, or were trained beside another base.
     """
     if not isinstance(model, PeftModel):
         return
+    with safe_open(folder / FILE, "pt") as file:
+        base = (file.metadata() or {}).get("base")
+    if base != model.base_stamp:
+        raise ValueError(f"{folder} was trained on another model than this")
     tensors, parameters = load_file(folder / FILE), dict(added_parameters(model))
     if set(tensors) != set(parameters):
         raise ValueError(f"{folder / FILE} has not the added tensors of this model: {set(tensors) ^ set(parameters)}")
@@ -72,6 +90,8 @@ def load_added(model: nn.Module, folder: Path) -> None:
 
 def merged(base: CloverForDiffusionLM, adapter: Path) -> CloverForDiffusionLM:
     """The model with what was trained added to its weights; no PEFT is needed to use it."""
+    stamp = base_stamp(base)
     model = PeftModel.from_pretrained(base, adapter)
+    model.base_stamp = stamp
     load_added(model, adapter)
     return model.merge_and_unload()

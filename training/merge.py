@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from ..modeling_clover import CloverForDiffusionLM
 from .conversion_target import keep_record
+from .folders import ADAPTER, config_of
 from .lora import merged
 
 
@@ -21,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.to.exists():
         raise ValueError(f"{arguments.to} is there already: remove it, or name another folder")
+    if not (arguments.adapter / ADAPTER).is_file():
+        raise ValueError(f"{arguments.adapter} holds no LoRA adapter: there is no {ADAPTER}")
+    config_of(arguments.model)
     base = CloverForDiffusionLM.from_pretrained(arguments.model, dtype=torch.float32)
     base.register_for_auto_class("AutoModel")  # its code is saved with it
     model = merged(base, arguments.adapter)

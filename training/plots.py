@@ -5,11 +5,19 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+RATIOS = "loss_by_ratio.jsonl"
 PARTS = ("loss", "denoising_loss", "causal_loss", "eval_loss")
 
 
 class Plots(TrainerCallback):
     """Draws `training.png` in the output folder, at each evaluation and at the end."""
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """What is logged of ratios up to here is kept, and what an interrupted run had after it is not."""
+        path = Path(args.output_dir) / RATIOS
+        if state.is_world_process_zero and path.exists():
+            kept = [entry for entry in read_ratios(path.parent) if entry["step"] <= state.global_step]
+            path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         self.draw(args, state)
@@ -24,7 +32,7 @@ class Plots(TrainerCallback):
 
 def read_ratios(folder: Path) -> list[dict]:
     """What the trainer logged of masking ratios: a step, and a mean cross entropy, or null, by tenth of the ratio."""
-    path = folder / "loss_by_ratio.jsonl"
+    path = folder / RATIOS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

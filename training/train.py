@@ -4,8 +4,8 @@
     accelerate launch --config_file training/accelerate/fsdp2.yaml -m clover.training.train --model DIR ... --bf16
 
 Beside the options here all of transformers' TrainingArguments can be given. `--output_dir` gets checkpoints to resume
-from (the same command with `--resume_from_checkpoint True`), the finished model, `training.png`, and a report of what
-was kept of the data.
+from (the same command with `--resume_from_checkpoint True`), the finished model, `training.png`, and `data.txt`, a
+report of what was kept of the data.
 """
 
 import json
@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from peft import PeftModel
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
@@ -26,13 +25,17 @@ from transformers import (
     set_seed,
 )
 
+from ..configuration_clover import CloverConfig
 from ..objective_clover import Objective
-from .conversion_target import keep_record
-from .data import Collator, DataOptions, build_rows
-from .judge import make_judge, read_questions
+from .commands import status_of
+from .data import Collator, DataOptions, Report, build_rows
+from .folders import check_output, checkpoint_to_resume, config_of
+from .judge import check_fit, make_judge, read_questions
 from .lora import with_lora
 from .plots import Plots
 from .trainer import CloverTrainer
+
+REPORT = "data.txt"
 
 
 @dataclass
@@ -52,7 +55,7 @@ class ChatOptions:
     questions: str | None = field(default=None, metadata={"help": "JSON lines of chats to answer at each evaluation"})
     max_questions: int | None = field(default=None, metadata={"help": "only the first so many"})
     max_new_tokens: int = field(default=512, metadata={"help": "of an answer"})
-    max_length: int = field(default=4096, metadata={"help": "positions of a row"})
+    max_length: int | None = field(default=None, metadata={"help": "positions of a row; 4096, or the context if less"})
     packing: bool = field(default=True, metadata={"help": "several chats a row"})
     too_long: str = field(default="drop", metadata={"help": "what becomes of longer chats: drop, truncate or error"})
     on_bad_row: str = field(default="error", metadata={"help": "error or skip"})
@@ -79,14 +82,27 @@ def arguments_of(options: object, kind: type) -> dict:
     return {f.name: getattr(options, f.name) for f in fields(kind) if hasattr(options, f.name)}
 
 
-def data_options(chat: ChatOptions, size: int, seed: int) -> DataOptions:
+def read_rows(folder: str) -> Dataset:
+    """Rows that `trajectories` wrote; a `ValueError` on anything else."""
+    rows = load_from_disk(folder)
+    missing = {"input_ids", "labels", "document_ids", "noise_seed"} - {*getattr(rows, "column_names", [])}
+    if not isinstance(rows, Dataset) or missing:
+        raise ValueError(f"`rows` is {folder}, but must be a folder that `trajectories` wrote")
+    return rows
+
+
+def data_options(chat: ChatOptions, config: CloverConfig, seed: int) -> DataOptions:
     """The data's options; a `ValueError` by name on what they cannot be."""
+    size, context = config.block_size, config.max_position_embeddings
+    if chat.max_length is not None and chat.max_length > context:
+        raise ValueError(f"`max_length` is {chat.max_length}, but must be at most {context}, the model's context")
+    length = min(DataOptions.max_length, context) // size * size if chat.max_length is None else chat.max_length
     try:
         template = json.loads(chat.template_options)
     except json.JSONDecodeError:
         template = chat.template_options  # refused below, with what is allowed
-    given = arguments_of(chat, DataOptions) | {"template_options": template, "block_size": size, "seed": seed}
-    return DataOptions(**given)
+    given = arguments_of(chat, DataOptions) | {"max_length": length, "template_options": template}
+    return DataOptions(**given | {"block_size": size, "seed": seed})
 
 
 def load(options: ModelOptions, objective: Objective, training: TrainingArguments) -> PreTrainedModel | PeftModel:
@@ -98,7 +114,6 @@ def load(options: ModelOptions, objective: Objective, training: TrainingArgument
         options.model, trust_remote_code=True, dtype=torch.float32, **implementations
     )
     model.objective = type(model.objective)(**vars(objective))  # the class of the model's own code
-    model.config.use_cache = False
     if options.lora_rank:
         model = with_lora(model, options.lora_rank, options.lora_alpha)
         if training.gradient_checkpointing:
@@ -106,35 +121,61 @@ def load(options: ModelOptions, objective: Objective, training: TrainingArgument
     return model
 
 
-def check(chat: ChatOptions, training: TrainingArguments) -> None:
-    """Raises a `ValueError` on what could not be done, before any work starts."""
+def check(options: ModelOptions, chat: ChatOptions, training: TrainingArguments) -> None:
+    """Raises a `ValueError` on what could not be done, or would have no effect, before any work starts."""
     if bool(chat.train_files) == bool(chat.rows):
         raise ValueError(f"`train_files` are {chat.train_files} and `rows` {chat.rows}: one of them must be given")
     if chat.questions and training.fsdp:
         raise ValueError("`questions` are not answered under FSDP, which shards what generation reads: evaluate a save")
     if chat.streaming and training.max_steps <= 0:
         raise ValueError(f"`max_steps` is {training.max_steps}, but must be given with `streaming`: no end is known")
-    if training.eval_strategy != "no" and not (chat.eval_files or chat.questions):
+    measured = [name for name in ("eval_files", "questions") if getattr(chat, name)]
+    if training.eval_strategy != "no" and not measured:
         raise ValueError(f"`eval_strategy` is {training.eval_strategy}, but there are no `eval_files` or `questions`")
+    if training.eval_strategy == "no" and measured:
+        raise ValueError(f"`{measured[0]}` have no effect while `eval_strategy` is no: it must be steps or epoch")
+    if training.load_best_model_at_end and training.metric_for_best_model == "loss" and not chat.eval_files:
+        raise ValueError("`metric_for_best_model` is loss, which needs `eval_files`; `questions` give exact_match")
+    if training.label_smoothing_factor:
+        raise ValueError(f"`label_smoothing_factor` is {training.label_smoothing_factor}, but must be 0: see objective")
+    without = {
+        "lora_alpha": (options, ModelOptions, options.lora_rank > 0, "without `lora_rank`"),
+        "max_questions": (chat, ChatOptions, chat.questions, "without `questions`"),
+        "max_new_tokens": (chat, ChatOptions, chat.questions, "without `questions`"),
+    }
+    ways = ("too_long", "on_bad_row", "train_on", "packing", "column", "template_options", "special_tokens")
+    for name in (*ways, "streaming", "num_proc", "max_length"):
+        without[name] = (chat, ChatOptions, not chat.rows or (chat.eval_files and name != "streaming"), "with `rows`")
+    for name, (given, kind, has_effect, when) in without.items():
+        if not has_effect and getattr(given, name) != kind.__dataclass_fields__[name].default:
+            raise ValueError(f"`{name}` is {getattr(given, name)}, which has no effect {when}: leave it out")
+    if options.lora_rank < 0 or options.lora_alpha <= 0:
+        raise ValueError(f"`lora_rank` is {options.lora_rank} and `lora_alpha` {options.lora_alpha}: must be positive")
 
 
 def main(arguments: list[str] | None = None) -> CloverTrainer:
-    parser = HfArgumentParser((ModelOptions, ChatOptions, ObjectiveOptions, TrainingArguments), description=__doc__)
+    kinds = (ModelOptions, ChatOptions, ObjectiveOptions, TrainingArguments)
+    parser = HfArgumentParser(kinds, prog="python -m clover.training train", description=__doc__)
     model_options, chat, objective_options, training = parser.parse_args_into_dataclasses(arguments)
     training.remove_unused_columns, training.prediction_loss_only = False, True
     training.label_names = ["labels"]
-    check(chat, training)
+    output, config = Path(training.output_dir), config_of(model_options.model)
+    check(model_options, chat, training)
+    training.use_cache = config.use_cache  # by default transformers writes false into the trained model's config
+    resume = checkpoint_to_resume(training.resume_from_checkpoint, output, model_options.lora_rank, training.max_steps)
+    if resume is None and training.process_index == 0:  # the others would see what this one has begun to write
+        check_output(output)
     if chat.streaming:  # each process reads the stream and keeps its own rows: batches of one length are not needed
         training.accelerator_config.dispatch_batches = False
     set_seed(training.seed)
     objective = Objective(**arguments_of(objective_options, Objective))
     # Everything is read before the model, which may take long to load.
-    size = AutoConfig.from_pretrained(model_options.model, trust_remote_code=True).block_size
-    options = data_options(chat, size, training.seed)
+    options = data_options(chat, config, training.seed)
     questions = read_questions(Path(chat.questions), chat.max_questions) if chat.questions else []
     tokenizer = AutoTokenizer.from_pretrained(model_options.model, trust_remote_code=True)
+    check_fit(tokenizer, questions, chat.max_new_tokens, config.max_position_embeddings)
     if chat.rows:
-        rows, report = load_from_disk(chat.rows), f"{chat.rows}: rows as they are"
+        rows, report = read_rows(chat.rows), f"{chat.rows}: rows as they are"
     else:
         with training.main_process_first():  # the others find what it has encoded
             rows, report = build_rows(chat.train_files, tokenizer, options, streaming=chat.streaming)
@@ -143,25 +184,34 @@ def main(arguments: list[str] | None = None) -> CloverTrainer:
         model=load(model_options, objective, training),
         args=training,
         train_dataset=rows,
-        eval_dataset=eval_rows if eval_rows is not None else rows.select(range(1)) if questions else None,
-        data_collator=Collator(tokenizer.pad_token_id, size),
+        eval_dataset=eval_rows if eval_rows is not None else [] if questions else None,
+        data_collator=Collator(tokenizer.pad_token_id, config.block_size),
         processing_class=tokenizer,
         callbacks=[Plots()],
     )
+    trainer.origin = Path(model_options.model)
     if questions:
         trainer.judge = make_judge(tokenizer, questions, trainer.accelerator, max_new_tokens=chat.max_new_tokens)
-    if not chat.streaming and trainer.is_world_process_zero():
-        print(report, file=sys.stderr)
-    resume = training.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=resume if resume not in (None, "False") else None)
+    if not chat.streaming:
+        tell(trainer, report)
+    trainer.train(resume_from_checkpoint=resume)
+    if chat.streaming:
+        tell(trainer, report)
+    if not trainer.state.global_step:
+        raise ValueError("not a step was taken: there are no rows, or fewer than a batch and the last one is dropped")
     trainer.save_model()
     trainer.save_state()
-    if trainer.is_world_process_zero():
-        keep_record(Path(model_options.model), Path(training.output_dir))
-    if chat.streaming and trainer.is_world_process_zero():
-        print(report, file=sys.stderr)
     return trainer
 
 
+def tell(trainer: CloverTrainer, report: Report | str) -> None:
+    """What became of the data, on the terminal and beside the model."""
+    if trainer.is_world_process_zero():
+        print(report, file=sys.stderr)
+        output = Path(trainer.args.output_dir)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / REPORT).write_text(f"{report}\n")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(status_of(main))

@@ -14,7 +14,9 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
+from .conversion_target import keep_record
 from .lora import load_added, save_added
+from .plots import RATIOS
 
 BINS = 10  # of masking ratios
 EPOCH = 1_000_003  # seeds of different epochs are this far apart
@@ -31,6 +33,7 @@ class CloverTrainer(Trainer):
     def __init__(self, *args, judge: Callable[[nn.Module], dict[str, float]] | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.judge = judge
+        self.origin: Path | None = None  # the folder that the model came from
         self._loss_shifts_labels = False  # a label at position 0 counts: it is denoised
         self._sums: dict[str, torch.Tensor] = {}
 
@@ -65,7 +68,7 @@ class CloverTrainer(Trainer):
             self._sums = {}
             if self.is_world_process_zero():
                 means = [a / n if n else None for a, n in zip(total, count, strict=True)]
-                with open(Path(self.args.output_dir) / "loss_by_ratio.jsonl", "a") as file:
+                with open(Path(self.args.output_dir) / RATIOS, "a") as file:
                     file.write(json.dumps({"step": self.state.global_step, "loss": means}) + "\n")
         super().log(logs, *args, **kwargs)
 
@@ -77,7 +80,8 @@ class CloverTrainer(Trainer):
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        has_rows = len(self.eval_dataset if eval_dataset is None else eval_dataset) > 0
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix) if has_rows else {}
         if self.judge is not None:
             model = self.accelerator.unwrap_model(self.model)
             was_training, _ = model.training, model.eval()
@@ -85,13 +89,18 @@ class CloverTrainer(Trainer):
             model.train(was_training)
             self.log(found)
             metrics |= found
+        if not has_rows:  # what transformers' evaluation ends with
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     # ---- checkpoints: what LoRA trains beside its adapters ----
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         super()._save(output_dir, state_dict)
-        save_added(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
+        folder = Path(output_dir or self.args.output_dir)
+        save_added(self.accelerator.unwrap_model(self.model), folder)
+        if self.origin is not None:
+            keep_record(self.origin, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         model = model or self.model

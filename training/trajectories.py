@@ -19,7 +19,8 @@ from datasets import Dataset
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..objective_clover import IGNORED
-from .judge import ONE_TOKEN_PER_PASS, Question, prompts_of, read_questions
+from .folders import config_of
+from .judge import ONE_TOKEN_PER_PASS, Question, check_fit, prompts_of, read_questions
 from .tasks import final_part
 
 
@@ -94,8 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists():
         raise ValueError(f"{arguments.out} is there already: remove it, or name another folder")
-    questions = read_questions(arguments.questions, arguments.limit)
+    if arguments.batch_size < 1:
+        raise ValueError(f"`--batch-size` is {arguments.batch_size}, but must be at least 1")
+    config, questions = config_of(arguments.model), read_questions(arguments.questions, arguments.limit)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=True)
+    check_fit(tokenizer, questions, arguments.max_new_tokens, config.max_position_embeddings)
     model = AutoModel.from_pretrained(arguments.model, trust_remote_code=True).eval()
     rows = list(
         trajectories(
