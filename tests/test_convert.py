@@ -572,8 +572,12 @@ REFUSED = {
     "an unknown mask token": (lambda f: None, Options(mask_token="<|msk|>"), r"<\|msk\|>' *, which is no token"),
     "an unknown mask id": (lambda f: None, Options(mask_token_id=262), "262, which is no token"),
     "two mask tokens": (lambda f: None, Options(mask_token="a", mask_token_id=2), "give one"),
+    "a mask of ordinary text": (lambda f: None, Options(mask_token="a"), "a token of ordinary text"),
+    "a mask of ordinary text, by id": (lambda f: None, Options(mask_token_id=5), "a token of ordinary text"),
+    "a size that is none": (lambda f: None, Options(max_shard_size="abc"), "--max-shard-size is 'abc'"),
+    "options of the other way": (lambda f: None, Options(reverse=True, mask_token="a"), "no option of --reverse"),
     "a mask that ends": (lambda f: None, Options(mask_token="<|im_end|>"), "257 ends or pads"),
-    "a size without a unit": (lambda f: None, Options(max_shard_size="5"), "not supported"),
+    "a size without a unit": (lambda f: None, Options(max_shard_size="5"), "--max-shard-size is .5."),
 }
 
 

@@ -132,6 +132,7 @@ def test_what_follows_the_last_answer_is_left_out(tokenizer, tmp_path):
 
 
 QUESTION = {"role": "user", "content": "Is it raining?"}
+ANSWER = {"role": "assistant", "content": "Yes."}
 THOUGHT = {"role": "assistant", "reasoning_content": "Clouds.", "content": "Yes."}
 SPOKEN = {"role": "assistant", "content": "Yes."}
 CALL = {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [ALARM]}
@@ -198,6 +199,42 @@ def test_each_answer_by_itself_is_what_the_last_one_is_of_the_conversation_up_to
         assert [row["input_ids"] for row in rows] == [row["input_ids"] for row in expected]
         assert [row["labels"] for row in rows] == [row["labels"] for row in expected]
         assert report["documents kept"] == 3 and report["documents dropped: bad row"] == 0
+
+
+def test_a_system_text_beside_the_conversation_is_its_first_message(qwen, tmp_path):
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    written = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    expected = one_row(tmp_path, {"messages": [*written, {"role": "assistant", "content": "b"}]}, qwen)
+    assert one_row(tmp_path, {"conversations": shared, "system": "Be brief."}, qwen) == expected
+    table = tmp_path / "a.parquet"
+    Dataset.from_list([{"conversations": shared, "system": "Be brief."}]).to_parquet(table)
+    assert build_rows([str(table)], qwen, PLAIN)[0][0]["input_ids"] == expected["input_ids"]
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learnt(qwen, tokenizer, tmp_path):
+    weighed = [QUESTION, ANSWER | {"weight": 0}, QUESTION, ANSWER | {"weight": 1}]
+    for using in (qwen, tokenizer):
+        expected = one_row(tmp_path, {"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}, using, train_on="last")
+        assert one_row(tmp_path, {"messages": weighed}, using) == expected
+    with pytest.raises(BadRow, match="message 2 has the weight 0.5"):
+        one_row(tmp_path, {"messages": [QUESTION, ANSWER | {"weight": 0.5}]}, qwen)
+    with pytest.raises(BadRow, match="no message of an assistant"):
+        one_row(tmp_path, {"messages": [QUESTION, ANSWER | {"weight": 0}]}, qwen)
+
+
+def test_what_the_template_does_not_read_is_no_option_of_it(qwen, tmp_path):
+    for name in ("nonsense", "tokenize", "messages", "add_generation_prompt"):
+        with pytest.raises(ValueError, match=f"`template_options` has '{name}', but .* reads .*enable_thinking"):
+            one_row(tmp_path, {"messages": CHAT}, qwen, template_options={name: True})
+        with pytest.raises(BadRow, match=f"a.jsonl:1: `chat_template_kwargs` has '{name}'|chat.jsonl:1: .*'{name}'"):
+            one_row(tmp_path, {"messages": CHAT, "chat_template_kwargs": {name: True}}, qwen)
+
+
+def test_one_json_list_is_no_json_lines(qwen, tmp_path):
+    for indent, message in ((None, "a file of one JSON list must be made one of JSON lines"), (1, "is one JSON list")):
+        (tmp_path / "a.json").write_text(json.dumps([{"messages": CHAT}] * 2, indent=indent))
+        with pytest.raises(ValueError, match=message):
+            build_rows([str(tmp_path / "a.json")], qwen, PLAIN)
 
 
 MARKED = """{%- for message in messages %}
@@ -399,6 +436,9 @@ BAD = [
     ({"messages": []}, "messages is an empty list"),
     ({"messages": ["a"]}, "message 1 of messages must be an object, not text"),
     ({"messages": CHAT[:1]}, "no message of an assistant"),
+    ({"messages": CHAT, "system": 5}, "system must be text"),
+    ({"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "leave one out"),
+    ({"messages": CHAT, "functions": [{"name": "a"}]}, "give them as tools"),
     ({"messages": [{"content": "a"}, CHAT[1]]}, "message 1 of messages has no role"),
     (chat(role="critic"), "message 2 of messages has the role 'critic'"),
     ({"conversations": [{"from": "bot", "value": "a"}]}, "message 1 of conversations has the role 'bot'"),
