@@ -597,6 +597,11 @@ def test_a_full_disk_is_told_before_anything_is_written(stock, tmp_path, monkeyp
     assert not (tmp_path / "clover").exists()
 
 
+def test_a_licence_is_not_carried_over_and_that_is_said(changed, tmp_path):
+    (changed / "LICENSE").write_text("Apache")
+    assert "not carried over: LICENSE" in convert.convert(changed, tmp_path / "clover", verify="tensors").notes
+
+
 def test_the_command_reports_or_says_what_is_wrong(stock, tmp_path, capsys, monkeypatch):
     command = ["convert", "--from", str(stock), "--to", str(tmp_path / "clover"), "--verify", "tensors"]
     monkeypatch.setattr(sys, "argv", ["training", *command])

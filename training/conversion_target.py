@@ -16,6 +16,7 @@ from .conversion_source import Stored, demand, read_json
 
 RECORD = "conversion.json"  # beside a Clover: what the way back needs to know
 PARTIAL = "conversion.partial.json"  # there while the folder is not finished: of what it is, and with which options
+VOCABULARY = ("vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 SPARE = 64 * 2**20  # bytes of disk for all that is no shard
 
 
@@ -138,6 +139,12 @@ def write_rest(target: Path, result: Result) -> None:
     if result.generation is not None:
         write_json(target / "generation_config.json", result.generation)
     result.config.save_pretrained(target)
+
+
+def not_carried(source: Path) -> list[str]:
+    """Files of the source that no model or tokenizer is read from, such as its licence."""
+    known = ("*.safetensors*", "*config.json", "tokenizer*", "chat_template*", "*.py", RECORD, *VOCABULARY)
+    return sorted(p.name for p in source.iterdir() if p.is_file() and not any(map(p.match, known)))
 
 
 def split_differs(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> list[str]:

@@ -54,6 +54,7 @@ from .conversion_target import (
     bits,
     check_space,
     check_target,
+    not_carried,
     split_differs,
     write_json,
     write_rest,
@@ -150,6 +151,8 @@ def convert(source: Path, target: Path, options: Options | None = None, verify: 
     if verify == "logits" or (verify == "auto" and report.bytes <= LOGITS_UP_TO):
         compare_logits(read, target, result, options.reverse)
         report.compared_logits = True
+    others = not_carried(source)
+    report.notes += [f"not carried over: {', '.join(others)}"] if others else []
     report.notes += split_differs(target if options.reverse else source, result.tokenizer)
     (target / PARTIAL).unlink()
     return report
