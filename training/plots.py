@@ -26,7 +26,8 @@ class Plots(TrainerCallback):
         self.draw(args, state)
 
     def draw(self, args, state) -> None:
-        if state.is_world_process_zero and state.log_history:
+        has_losses = any(name in entry for entry in state.log_history for name in PARTS)
+        if state.is_world_process_zero and has_losses:
             draw(state.log_history, read_ratios(Path(args.output_dir)), Path(args.output_dir) / "training.png")
 
 
@@ -54,5 +55,6 @@ def draw(history: list[dict], ratios: list[dict], path: Path) -> None:
         if shown:
             by_ratio.plot(*zip(*shown, strict=True), "o-", label=name)
     by_ratio.set(xlabel="masking ratio", ylabel="cross entropy of a masked token", xlim=(0, 1))
-    by_ratio.legend()
+    if ratios:
+        by_ratio.legend()
     figure.savefig(path, dpi=120)
