@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
 
 from ..objective_clover import IGNORED
 from .folders import config_of
@@ -41,7 +42,7 @@ def trajectories(
     are left out.
     """
     rng = random.Random(seed)
-    for at in range(0, len(questions), batch_size):
+    for at in tqdm(range(0, len(questions), batch_size), desc="batches of questions"):
         batch = questions[at : at + batch_size]
         inputs = prompts_of(tokenizer, batch, model.device)
         options = {"threshold": ONE_TOKEN_PER_PASS, "output_trace": True, "return_dict_in_generate": True}
