@@ -63,7 +63,7 @@ from transformers.utils import can_return_tuple
 from .configuration_clover import CloverConfig, require
 from .generation_clover import CACHE, CloverGenerationMixin
 from .objective_clover import CloverTrainingOutput, Objective, Streams, block_diffusion_loss, clean_stream
-from .prefix_clover import CloverPrefix, read_only
+from .prefix_clover import CloverPrefix, known_tokens, read_only
 
 # transformers skips its own renaming of checkpoints for custom code: without this, per-expert and
 # `model.language_model.` checkpoints would load with random experts.
@@ -404,7 +404,7 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
                 input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
             prefix, cache = (read_only(cache) if cache is not None else None), None
             if position_ids is None:
-                past = prefix.get_seq_length() if prefix is not None else 0
+                past = known_tokens(prefix) if prefix is not None else 0
                 position_ids = (past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device))[None]
             attention_mask = self._block_mask(inputs_embeds, attention_mask, prefix)
             if expert_coreset_top_p is None:
@@ -432,7 +432,7 @@ class CloverModel(CloverPreTrainedModel, Qwen3_5MoeTextModel):
         if prefix_mask is not None:
             is_tensor = isinstance(prefix_mask, torch.Tensor)
             require(is_tensor, "attention_mask", type(prefix_mask).__name__, "a (B, P) tensor in a denoising pass")
-            shape, prefix = tuple(prefix_mask.shape), cache.get_seq_length() if cache is not None else 0
+            shape, prefix = tuple(prefix_mask.shape), known_tokens(cache) if cache is not None else 0
             fits = shape == (block.shape[0], prefix)
             require(fits, "attention_mask", shape, f"{(block.shape[0], prefix)}: a denoising pass masks its prefix")
             left_padded = bool((prefix_mask.long().diff(dim=-1) >= 0).all())

@@ -27,6 +27,22 @@ class PrefixAttentionLayer(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
+def known_tokens(cache: Cache) -> int:
+    """How many tokens a cache holds, padding included: of an attention layer, whose count is a shape.
+
+    Since transformers 5.25 the first layer answers for the cache; where that is a GDN layer, the count is a tensor, and
+    reading it would wait for the device.
+    """
+    layer = next((layer for layer in cache.layers if not isinstance(layer, LinearAttentionLayer)), cache)
+    return int(layer.get_seq_length())
+
+
+def set_count(layer: LinearAttentionLayer, tokens: int) -> None:
+    """Tells a GDN layer how many tokens its states are of, where it counts: since transformers 5.25."""
+    if hasattr(layer, "cumulative_length_linear"):
+        layer.cumulative_length_linear.fill_(tokens)
+
+
 def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
     """A cache of some rows of `cache`, or of rows repeated; `rows` are indices (b,). Copies; `cache` is unchanged."""
     layers = []
@@ -38,6 +54,7 @@ def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
                 selected.lazy_initialization(conv_states=conv_states, recurrent_states=recurrent_states)
                 selected.conv_states[0], selected.recurrent_states[0] = conv_states, recurrent_states
                 selected.has_previous_state[0] = True
+                set_count(selected, known_tokens(cache))
         elif layer.is_initialized:
             keys, values = layer.keys[rows], layer.values[rows]
             selected.lazy_initialization(keys, values)
@@ -76,7 +93,9 @@ class CloverPrefix:
         width = int(self.mask.sum(-1).max())
         columns = self.mask.bool().long().argsort(dim=-1, stable=True)[:, self.mask.shape[1] - width :]
         for layer in self.cache.layers:
-            if not isinstance(layer, LinearAttentionLayer) and layer.is_initialized:
+            if isinstance(layer, LinearAttentionLayer):
+                set_count(layer, width)
+            elif layer.is_initialized:
                 index = columns[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[-1])
                 layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
         return replace(self, mask=self.mask.gather(1, columns), ids=self.ids.gather(1, columns))

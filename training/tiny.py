@@ -39,12 +39,13 @@ class Recipe:
 
     steps: int = 4000
     seed: int = 0
-    tokens: int = 2048  # clean positions of a micro-batch
+    tokens: int = 1536  # clean positions of a micro-batch
     learning_rate: float = 5e-3  # of matrices, by Muon with AdamW's update size
     adamw_rate: float = 3e-3  # of embeddings, head, convolutions and vectors
     weight_decay: float = 0.01
     warmup: int = 200  # steps
     decay: float = 0.6  # share of the steps over which the rate falls linearly to zero
+    bf16: bool = True  # autocast of the passes; weights, gradients and optimiser states stay fp32
     objective: Objective = Objective()
     autoregressive: bool = False  # the causal loss alone
     base: Path | None = None  # a checkpoint to go on from; none is from scratch
@@ -221,7 +222,8 @@ def train(
         micro_batches = [next(stream) for stream in streams]
         labels = labels_of(micro_batches)
         for batch in micro_batches:
-            loss, *parts = loss_of(model, batch, labels, recipe.autoregressive)
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
+                loss, *parts = loss_of(model, batch, labels, recipe.autoregressive)
             loss.backward()
             losses.append(parts)
         sum_gradients(model)
