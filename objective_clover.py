@@ -129,8 +129,13 @@ def check_batch(
     """Raises a `ValueError` on tensors of the wrong kind or shape; values are not looked at."""
     is_batch = input_ids.ndim == 2 and input_ids.dtype == torch.long
     require(is_batch, "input_ids", f"{input_ids.dtype} {tuple(input_ids.shape)}", "torch.int64 of shape (B, N)")
-    others = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
-    for name, value in (others | {"decoding_order": decoding_order}).items():
+    per_token = {
+        "labels": labels,
+        "attention_mask": attention_mask,
+        "document_ids": document_ids,
+        "decoding_order": decoding_order,
+    }
+    for name, value in per_token.items():
         fits = value is None or value.shape == input_ids.shape
         require(fits, name, value if value is None else tuple(value.shape), "of the shape of `input_ids`")
     require(labels.dtype == torch.long, "labels", labels.dtype, "torch.int64")

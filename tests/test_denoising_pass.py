@@ -200,7 +200,8 @@ def test_the_cache_is_bit_for_bit_the_same_afterwards(length, clover_model):
     cache = filled_cache(clover_model, tokens(2, length))
     held = cached_tensors(cache)
     before = {name: tensor.clone() for name, tensor in held.items()}
-    assert len(held) == (8 if length else 0)
+    # Two tensors in each of four layers; since transformers 5.25 a GDN layer holds its count too.
+    assert len([name for name in held if "cumulative" not in name]) == (8 if length else 0)
     for width in (1, 2, 31, 32, 33):
         for padded in (False, True):
             mask = torch.ones(2, length)

@@ -53,7 +53,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
         check_tokenizer(tokenizer)
         self.tokenizer, self.options = tokenizer, options
-        self._check_names(options.template_options, tokenizer.get_chat_template())
+        self._check_names("template_options", options.template_options, tokenizer.get_chat_template())
         added = tokenizer.added_tokens_decoder
         self._special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         names = sorted({added[id].content for id in self._special if id in added}, key=len, reverse=True)
@@ -99,11 +99,11 @@ class ChatEncoder:
 
     def _check_names_of(self, conversation: Conversation) -> None:
         try:
-            self._check_names(conversation.template_options or {}, self._template(conversation))
+            self._check_names("chat_template_kwargs", conversation.template_options or {}, self._template(conversation))
         except ValueError as error:
-            raise BadRow(str(error).replace("template_options", "chat_template_kwargs")) from None
+            raise BadRow(str(error)) from None
 
-    def _check_names(self, options: dict, template: str) -> None:
+    def _check_names(self, field: str, options: dict, template: str) -> None:
         """Raises a `ValueError` on what a template does not read, or what is not for a caller to say."""
         if not options:
             return
@@ -112,7 +112,7 @@ class ChatEncoder:
         for name in options:
             if name not in known:
                 allowed = ", ".join(sorted(known - {*self.tokenizer.special_tokens_map, *environment.globals}))
-                raise ValueError(f"`template_options` has {name!r}, but the chat template reads {allowed or 'none'}")
+                raise ValueError(f"`{field}` has {name!r}, but the chat template reads {allowed or 'none'}")
 
     # ---- templates that mark answers ----
 

@@ -39,9 +39,6 @@ def load_chat(files: list[str], streaming: bool = False, columns: tuple[str, ...
     columns = tuple(columns)
     for path in paths:
         _check(path, columns)
-    for path in paths:
-        if Path(path).suffix in JSON_LINES and (first := next(_json_lines(path), None)) and first[1] in (b"[", b"[{"):
-            raise ValueError(f"{path} is one JSON list over several lines: JSON lines, a row each, can be read")
     if next(_rows(paths, columns), None) is None:
         raise ValueError(f"there are no rows in {list(paths)}")
     # Tuples, because `datasets` takes lists for shards to deal out: rows are packed across files, so there is one.
@@ -63,7 +60,7 @@ def _matching(pattern: str) -> list[str]:
 
 
 def _check(path: str, columns: tuple[str, ...]) -> None:
-    """Raises a `ValueError` if a file cannot be one of chats, as far as its name and its schema tell."""
+    """Raises a `ValueError` if a file cannot be one of chats, as far as its name, its schema or first line tell."""
     folder, suffix = Path(path), Path(path).suffix
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
@@ -72,7 +69,11 @@ def _check(path: str, columns: tuple[str, ...]) -> None:
         raise ValueError(f"{path} is a folder, but not a saved dataset: give its files, such as {folder / '*.parquet'}")
     if not folder.is_dir() and suffix not in (*JSON_LINES, ".parquet"):
         raise ValueError(f"{path} is {suffix or 'without a suffix'}: {', '.join(JSON_LINES)} and .parquet can be read")
-    if suffix not in JSON_LINES:
+    if suffix in JSON_LINES and not folder.is_dir():
+        _, first = next(_json_lines(path), ("", b""))
+        if first in (b"[", b"[{"):
+            raise ValueError(f"{path} is one JSON list over several lines: JSON lines, a row each, can be read")
+    else:
         names = _column_names(path)
         if not (set(columns) <= set(names) if columns else set(names) & set(CONVERSATION_COLUMNS)):
             wanted = " and ".join(columns) or " or ".join(CONVERSATION_COLUMNS)

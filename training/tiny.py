@@ -39,7 +39,7 @@ class Recipe:
 
     steps: int = 4000
     seed: int = 0
-    tokens: int = 1536  # clean positions of a micro-batch
+    tokens: int = 2048  # clean positions of a micro-batch
     learning_rate: float = 5e-3  # of matrices, by Muon with AdamW's update size
     adamw_rate: float = 3e-3  # of embeddings, head, convolutions and vectors
     weight_decay: float = 0.01
@@ -273,15 +273,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the state of training and its log")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder; its tokenizer must be there")
-    for name in ("steps", "seed", "tokens"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name))
+    for name in ("steps", "seed", "tokens", "learning_rate", "adamw_rate"):
+        default = getattr(Recipe, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--base", type=Path, help="a checkpoint to go on from, as `convert` makes one")
     parser.add_argument("--autoregressive", action="store_true", help="the causal loss alone")
     arguments = parser.parse_args()
     if "RANK" in os.environ:  # started by torchrun: one thread each, or two processes fight for two cores
         dist.init_process_group("gloo")
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
-    names = ("steps", "seed", "tokens", "base", "autoregressive")
+    names = ("steps", "seed", "tokens", "learning_rate", "adamw_rate", "base", "autoregressive")
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     tokenizer = AutoTokenizer.from_pretrained(arguments.out)
     model = train(recipe, tokenizer, arguments.work)

@@ -10,6 +10,7 @@ report of what was kept of the data.
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -36,6 +37,17 @@ from .plots import Plots
 from .trainer import CloverTrainer
 
 REPORT = "data.txt"
+OF_CHATS = (  # options that say how chats become rows
+    "max_length",
+    "packing",
+    "too_long",
+    "on_bad_row",
+    "train_on",
+    "column",
+    "template_options",
+    "special_tokens",
+    "num_proc",
+)
 
 
 @dataclass
@@ -138,19 +150,24 @@ def check(options: ModelOptions, chat: ChatOptions, training: TrainingArguments)
         raise ValueError("`metric_for_best_model` is loss, which needs `eval_files`; `questions` give exact_match")
     if training.label_smoothing_factor:
         raise ValueError(f"`label_smoothing_factor` is {training.label_smoothing_factor}, but must be 0: see objective")
-    without = {
-        "lora_alpha": (options, ModelOptions, options.lora_rank > 0, "without `lora_rank`"),
-        "max_questions": (chat, ChatOptions, chat.questions, "without `questions`"),
-        "max_new_tokens": (chat, ChatOptions, chat.questions, "without `questions`"),
-    }
-    ways = ("too_long", "on_bad_row", "train_on", "packing", "column", "template_options", "special_tokens")
-    for name in (*ways, "streaming", "num_proc", "max_length"):
-        without[name] = (chat, ChatOptions, not chat.rows or (chat.eval_files and name != "streaming"), "with `rows`")
-    for name, (given, kind, has_effect, when) in without.items():
-        if not has_effect and getattr(given, name) != kind.__dataclass_fields__[name].default:
-            raise ValueError(f"`{name}` is {getattr(given, name)}, which has no effect {when}: leave it out")
     if options.lora_rank < 0 or options.lora_alpha <= 0:
         raise ValueError(f"`lora_rank` is {options.lora_rank} and `lora_alpha` {options.lora_alpha}: must be positive")
+    if not options.lora_rank:
+        refuse_given(options, ("lora_alpha",), "without `lora_rank`")
+    if not chat.questions:
+        refuse_given(chat, ("max_questions", "max_new_tokens"), "without `questions`")
+    if chat.rows:
+        refuse_given(chat, ("streaming",), "with `rows`")
+    if chat.rows and not chat.eval_files:
+        refuse_given(chat, OF_CHATS, "with `rows`")
+
+
+def refuse_given(options: ModelOptions | ChatOptions, names: Sequence[str], when: str) -> None:
+    """Raises a `ValueError` on one of some options that is given, though nothing would read it."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name in names and value != option.default:
+            raise ValueError(f"`{option.name}` is {value}, which has no effect {when}: leave it out")
 
 
 def main(arguments: list[str] | None = None) -> CloverTrainer:
