@@ -154,7 +154,8 @@ def write(path: Path, progress: Callable[[str], None] = lambda line: None) -> No
         progress(lines[-1])
     old = path.read_text().split(TITLE)[1:] if path.exists() else []
     sections = {section.split()[0]: section.split("\n", 1)[1].strip() for section in old}
-    sections[transformers.__version__] = f"torch {torch.__version__}, x86-64 CPU\n\n" + "\n".join(lines)
+    tiles = " with AMX" if torch.cpu._is_amx_tile_supported() else ""  # they sum bf16 products in another order
+    sections[transformers.__version__] = f"torch {torch.__version__}, x86-64 CPU{tiles}\n\n" + "\n".join(lines)
     parts = [f"{TITLE}{version}\n\n{sections[version].strip()}\n" for version in sorted(sections)]
     path.write_text("\n".join([INTRODUCTION, *parts]))
 
