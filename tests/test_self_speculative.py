@@ -113,6 +113,9 @@ def test_the_states_after_a_partial_acceptance_are_those_of_a_fresh_prefill(leng
         got = cached_tensors(alone.cache)
         for name, tensor in cached_tensors(expected).items():
             have = got[name]
+            if "cumulative" in name:  # since transformers 5.25; it counts the padding, as the shape of the keys does
+                assert have == length + max(counts), name
+                continue
             if have.shape != tensor.shape:  # keys and values, padded on the left
                 have = have[:, :, -tensor.shape[2] :]
             assert (have - tensor).abs().max() < 2e-4, name
