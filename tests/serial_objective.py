@@ -46,6 +46,8 @@ class _GraphLinearLayer(LinearAttentionLayer):
         previous = self.conv_states[0] if self.has_previous_state[0] else F.pad(conv_states[..., :0], (kernel, 0))
         full = torch.cat([previous, conv_states], dim=-1)
         self.conv_states[0], self.has_previous_state[0] = full[..., -kernel:], True
+        if hasattr(self, "cumulative_length_linear"):  # since transformers 5.25; the next block's positions follow it
+            self.cumulative_length_linear += conv_states.shape[-1]
         return full
 
     def update_recurrent_state(self, recurrent_states, state_idx=0, **kwargs):
