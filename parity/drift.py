@@ -1,7 +1,7 @@
 """The drift between the path that was logged and this one, by dtype, backend, threshold and transformers version.
 
 `python -m clover.parity drift` replays every log of `logs/` in every way of `CASES` and remakes `drift.md`: the section
-of the installed transformers version is measured anew, those of others stay.
+of the installed transformers version on a processor like this one is measured anew, those of others stay.
 """
 
 import re
@@ -121,17 +121,22 @@ def line(case: Case, row: Row) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def setting() -> str:
+    """What a section is of: the transformers version, and AMX where there is, which sums bf16 in another order."""
+    return transformers.__version__ + (" with AMX" if torch.cpu._is_amx_tile_supported() else "")
+
+
 def parse(text: str) -> dict[str, dict[Case, Row]]:
-    """The rows of a drift.md by transformers version and case."""
+    """The rows of a drift.md by setting and case."""
     found: dict[str, dict[Case, Row]] = {}
     for section in text.split(TITLE)[1:]:
-        version = found.setdefault(section.split()[0], {})
+        measured = found.setdefault(section.split("\n", 1)[0].strip(), {})
         for cells in (re.split(r"\s*\|\s*", row.strip("| ")) for row in section.splitlines() if row.startswith("| ")):
             if cells[0] == "log":
                 continue
             case = Case(cells[0], cells[3], *cells[4].split(", "))
             counts = [int(number) for cell in cells[5:9] for number in cell.split(" of ")]
-            version[case] = Row(*counts, *map(float, cells[9:12]))
+            measured[case] = Row(*counts, *map(float, cells[9:12]))
     return found
 
 
@@ -147,16 +152,15 @@ models; none says anything of the 35B. *worst* and *mean*: differences of confid
 
 
 def write(path: Path, progress: Callable[[str], None] = lambda line: None) -> None:
-    """Measures every case with the installed transformers and puts its section into drift.md."""
+    """Measures every case with the installed transformers, here, and puts the section of this setting into drift.md."""
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     for case in CASES:
         lines.append(line(case, measure(case)))
         progress(lines[-1])
     old = path.read_text().split(TITLE)[1:] if path.exists() else []
-    sections = {section.split()[0]: section.split("\n", 1)[1].strip() for section in old}
-    tiles = " with AMX" if torch.cpu._is_amx_tile_supported() else ""  # they sum bf16 products in another order
-    sections[transformers.__version__] = f"torch {torch.__version__}, x86-64 CPU{tiles}\n\n" + "\n".join(lines)
-    parts = [f"{TITLE}{version}\n\n{sections[version].strip()}\n" for version in sorted(sections)]
+    sections = {heading.strip(): rows.strip() for heading, rows in (section.split("\n", 1) for section in old)}
+    sections[setting()] = f"torch {torch.__version__}, x86-64 CPU\n\n" + "\n".join(lines)
+    parts = [f"{TITLE}{name}\n\n{sections[name].strip()}\n" for name in sorted(sections)]
     path.write_text("\n".join([INTRODUCTION, *parts]))
 
 

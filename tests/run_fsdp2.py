@@ -45,7 +45,7 @@ def main() -> None:
     largest = max(gradient.abs().max().item() for gradient in whole.values())
     if rank == 0:
         print(json.dumps({"loss": loss, "sharded": sharded_loss, "worst": worst, "largest": largest}))
-    dist.barrier()  # a process whose peer leaves early aborts in gloo's threads
+    dist.barrier()  # so that neither leaves while the other still talks to it
     dist.destroy_process_group()
 
 
