@@ -110,6 +110,21 @@ def test_selected_rows_go_on_by_themselves(rows, clover_model):
     assert (got - whole[rows]).abs().max() < TOLERANCE
 
 
+def counts(cache) -> list[int]:
+    """What each layer says it holds; GDN layers say it since transformers 5.25."""
+    return [int(layer.get_seq_length()) for layer in cache.layers if hasattr(layer, "get_seq_length")]
+
+
+def test_every_layer_counts_what_a_cache_filled_with_as_many_tokens_counts(clover_model):
+    prefix = clover_model.prefill(*padded_prompts())
+    assert counts(prefix.select(torch.tensor([2, 1])).cache) == counts(filled_cache(clover_model, tokens(2, 12)))
+    packed = prefix.select(torch.tensor([1])).packed()
+    assert packed.ids.shape == (1, 12 - PADS[1])
+    assert counts(packed.cache) == counts(filled_cache(clover_model, tokens(1, 12 - PADS[1])))
+    committed = clover_model.commit(packed, tokens(1, 8))
+    assert counts(committed.cache) == counts(filled_cache(clover_model, tokens(1, 20 - PADS[1])))
+
+
 def test_rows_of_an_empty_prefix_can_be_selected(clover_model):
     nothing = torch.zeros(3, 0, dtype=torch.long)
     selected = clover_model.prefill(nothing, nothing).select(torch.tensor([2]))
