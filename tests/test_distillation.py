@@ -87,6 +87,16 @@ def test_states_on_the_way_are_those_of_the_generation(model, tokenizer, questio
             assert order[i][shown].max() <= order[i][noisy.masked[i]].min()
 
 
+def test_a_row_can_be_what_the_model_writes_autoregressively(model, tokenizer, questions):
+    rows = list(trajectories(model, tokenizer, questions, only_right=False, decoding="self_speculative", **BUDGET))
+    given = answered(model, tokenizer, questions, decoding="autoregressive", **BUDGET)
+    assert len(rows) == sum(one.ended for one in given) > COUNT // 2
+    for row, one in zip(rows, [one for one in given if one.ended], strict=True):
+        learnt = [token for token in row["labels"] if token != -100]
+        assert tokenizer.decode(learnt[:-1]) == one.text and len(learnt) == one.tokens
+        assert row.keys() == {"input_ids", "labels", "document_ids", "noise_seed"}
+
+
 def test_answers_that_are_wrong_or_do_not_end_are_left_out(model, tokenizer, questions):
     wrong = [Question(q.messages, q.tools, "something else") for q in questions[:2]]
     assert list(trajectories(model, tokenizer, wrong, **BUDGET)) == []

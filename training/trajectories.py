@@ -1,12 +1,17 @@
-"""A model's own answers, one token per pass, and in which order it decoded them: what distillation trains on.
+"""A model's own answers, one token per pass: what distillation trains on.
 
     python -m clover.training trajectories --model DIR --questions chats.jsonl --out rows/
     python -m clover.training train --model DIR --rows rows/ --complementary False --confidence_weight 0.5 ...
 
-Decoded one token per pass a model makes fewest mistakes, and most passes. A student that sees the states on that way,
-what was decoded first shown and what came last masked, and is to say all of the rest at once, learns to jump (the
-trajectories of d3LLM); an entropy term where it is right makes it sure enough to pass the threshold (CAP, of
-LLaDA2.0). Both keep the teacher's own tokens as targets, so nothing else is taught.
+The teacher is the model itself, in the way in which it makes fewest mistakes. Two ways are one token per pass:
+
+`low_confidence`, denoising with a threshold of 1. A student that sees the states on that way, what was decoded first
+shown and what came last masked, and is to say all of the rest at once, learns to jump (the trajectories of d3LLM).
+`self_speculative`, what the model writes autoregressively, drafted so as to be had sooner. No state of a block is on
+that way, so the student sees random masks; it learns to denoise what the causal pass, which may know more, writes.
+
+An entropy term where the student is right makes it sure enough to pass the threshold (CAP, of LLaDA2.0). All keep the
+teacher's own tokens as targets, so nothing else is taught.
 """
 
 import argparse
@@ -24,6 +29,8 @@ from .folders import config_of
 from .judge import ONE_TOKEN_PER_PASS, Question, check_fit, prompts_of, read_questions
 from .tasks import final_part
 
+TEACHERS = ("low_confidence", "self_speculative")
+
 
 @torch.no_grad()
 def trajectories(
@@ -33,53 +40,55 @@ def trajectories(
     seed: int = 0,
     only_right: bool = True,
     batch_size: int = 32,
+    decoding: str = "low_confidence",
     **generate_options,
 ) -> Iterator[dict]:
-    """Rows for training, a document each: `input_ids`, `labels`, `document_ids`, `decoding_order`, `noise_seed`.
+    """Rows for training, a document each: `input_ids`, `labels`, `document_ids`, `noise_seed`, and `decoding_order`.
 
     `decoding_order` is the pass, over all of the answer, at which each position was decoded; the positions that were
-    still masked when it ended come last. Answers that did not end, or, with `only_right`, that are not the reference,
-    are left out.
+    still masked when it ended come last. Autoregressive answers, `decoding="self_speculative"`, have none. Answers that
+    did not end, or, with `only_right`, that are not the reference, are left out.
     """
+    options = {"decoding": decoding, "output_trace": True, "return_dict_in_generate": True} | generate_options
+    if decoding == "low_confidence":
+        options["threshold"] = ONE_TOKEN_PER_PASS
     rng = random.Random(seed)
     for at in tqdm(range(0, len(questions), batch_size), desc="batches of questions"):
         batch = questions[at : at + batch_size]
         inputs = prompts_of(tokenizer, batch, model.device)
-        options = {"threshold": ONE_TOKEN_PER_PASS, "output_trace": True, "return_dict_in_generate": True}
-        out = model.generate(**inputs, **options, **generate_options)
+        out = model.generate(**inputs, **options)
         for row, question in enumerate(batch):
             prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
             answer = [token for step in out.trace[row] for token in step.settled]
             text = tokenizer.decode(answer[:-1])
             right = final_part(text) == final_part(question.reference)
             if out.finish_reason[row] == "stop" and (right or not only_right):
-                positions = [step.positions for step in out.trace[row]]
-                yield row_of(prompt, answer, positions, model.config.block_size, tokenizer, rng.getrandbits(62))
+                made = row_of(prompt, answer, model.config.block_size, tokenizer.pad_token_id)
+                if decoding == "low_confidence":
+                    positions = [step.positions for step in out.trace[row]]
+                    made["decoding_order"] = order_of(positions, len(made["input_ids"]))
+                yield made | {"noise_seed": rng.getrandbits(62)}
 
 
-def row_of(
-    prompt: list[int],
-    answer: list[int],
-    positions: list[list[int]],
-    size: int,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-) -> dict:
-    """One row, padded to whole blocks. `positions` are what each pass decoded, counted from the prompt's start."""
+def row_of(prompt: list[int], answer: list[int], size: int, pad_token_id: int) -> dict:
+    """One document, padded to whole blocks."""
     ids, labels = prompt + answer, [IGNORED] * len(prompt) + answer
     missing = -len(ids) % size
-    order = [len(positions)] * (len(ids) + missing)
-    for number, decoded in enumerate(positions):
-        for position in decoded:
-            if position < len(order):
-                order[position] = number
     return {
-        "input_ids": ids + [tokenizer.pad_token_id] * missing,
+        "input_ids": ids + [pad_token_id] * missing,
         "labels": labels + [IGNORED] * missing,
         "document_ids": [0] * len(ids) + [-1] * missing,
-        "decoding_order": order,
-        "noise_seed": seed,
     }
+
+
+def order_of(positions: list[list[int]], width: int) -> list[int]:
+    """The pass that decoded each of a row's positions; `positions` are what each pass decoded, from the row's start."""
+    order = [len(positions)] * width
+    for number, decoded in enumerate(positions):
+        for position in decoded:
+            if position < width:
+                order[position] = number
+    return order
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of rows to write")
     parser.add_argument("--limit", type=int, help="only the first so many questions")
     parser.add_argument("--keep-wrong", action="store_true", help="also answers that are not the reference")
+    parser.add_argument("--decoding", choices=TEACHERS, default=TEACHERS[0], help="how the teacher answers")
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
@@ -110,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             only_right=not arguments.keep_wrong,
             batch_size=arguments.batch_size,
+            decoding=arguments.decoding,
             max_new_tokens=arguments.max_new_tokens,
         )
     )
